@@ -1,0 +1,43 @@
+"""The set of operators a decoder runs on: one callable per operator, each with the name of its provider.
+
+A runner is given an `Operators` and calls nothing else for arithmetic. The verifier takes the set that
+certification chose; the fast path takes the ordinary kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+RMSNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+Rotary = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+SiluMul = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """Row-wise operators of a Llama-type decoder. T rows, activation dtype A, weight dtype W.
+
+    linear(x [T, K] A, weight [N, K] W, bias [N] or None) -> [T, N] A
+    rms_norm(x [T, H] A, residual [T, H] A or None, weight [H] W, eps) -> (normed [T, H] A, new residual [T, H] A)
+    rotary(q [T, Hq, D] A, k [T, Hk, D] A, positions [T] int64, cos_sin [P, D] float32) -> (q, k) rotated
+    silu_mul(x [T, 2 I] A) -> silu(x[:, :I]) * x[:, I:], [T, I] A
+    lm_head(x [R, H] A, weight [V, H] W, bias None) -> logits [R, V] float32
+    """
+
+    linear: Linear
+    rms_norm: RMSNorm
+    rotary: Rotary
+    silu_mul: SiluMul
+    lm_head: Linear
+    providers: tuple[tuple[str, str], ...] = ()
+    """(operator, provider) pairs, for logs and the fingerprint."""
+
+
+def storage_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype weights of products are kept in: float32 on CPU (values rounded to `dtype`), `dtype` on CUDA."""
+    return torch.float32 if device == "cpu" else dtype

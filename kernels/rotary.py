@@ -1,0 +1,37 @@
+"""Rotary position embedding (Su et al., RoFormer), half-split layout as in HF Llama checkpoints.
+
+For each head, with (a, b) the two halves:  a' = a cos - b sin,  b' = b cos + a sin;  cos and sin are a float32 table
+of [positions, D] with cos in the first half of a row and sin in the second. float32 inside, one rounding. Elementwise:
+no reduction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cos_sin_table(inv_freq: Tensor, positions: int, attention_factor: float = 1.0) -> Tensor:
+    """inv_freq [D/2] float64 -> [positions, D] float32, computed in float64 and rounded once."""
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * inv_freq.double()[None, :]
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul(attention_factor).float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rotary_torch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D] float32 -> rotated q, k in their dtype."""
+    cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in float64."""
+    cos, sin = cos_sin[positions].double()[:, None, :].chunk(2, dim=-1)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+CPU_PROVIDERS = {"torch": rotary_torch}

@@ -1,0 +1,109 @@
+"""The one typed configuration tree: read from YAML or a mapping, validated once, printed at start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(_Section):
+    """Which model is served and in which arithmetic."""
+
+    path: str = Field(".models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", description="GGUF file or HF directory")
+    name: str = Field("SmolLM2-135M-Instruct", description="name in the API")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="activation dtype; weights are rounded to it. On CPU, products run in float32"
+    )
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_model_len: int = Field(2048, gt=0, description="longest prompt plus output, in tokens")
+
+
+class EngineSettings(_Section):
+    """The fast path (torch engine)."""
+
+    kv_tokens: int = Field(16384, gt=0, description="KV cache of a replica, in tokens")
+    block_size: int = Field(16, gt=0)
+    max_batch: int = Field(32, gt=0, description="requests decoded together")
+    prefill_chunk: int = Field(256, gt=0, description="most prompt tokens in one step")
+    threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: half the cores, at least 1")
+    corrupt_share: float = Field(0.0, ge=0, le=1, description="test plant: share of candidates made wrong")
+
+
+class VerifierSettings(_Section):
+    """The canonical verifier."""
+
+    kv_tokens: int = Field(16384, gt=0, description="KV cache of a verifier, in tokens")
+    block_size: int = Field(16, gt=0)
+    buckets: tuple[int, ...] = Field((8, 16, 32, 64, 128, 256), description="step sizes, in rows")
+    threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
+    max_waiting: int = Field(256, gt=0, description="windows that may wait; beyond it the verifier says overloaded")
+    certificate_dir: str | None = Field(".cache/certificates", description="where certificates are kept; None: never")
+
+    @model_validator(mode="after")
+    def _sorted(self) -> VerifierSettings:
+        if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
+            raise ValueError("verifier.buckets must be distinct positive row counts in rising order")
+        return self
+
+
+class SessionSettings(_Section):
+    """The decode-verify-rollback session."""
+
+    min_window: int = Field(7, gt=0, description="shortest target length of a window, in candidates")
+    max_window: int = Field(63, gt=0, description="longest window")
+    start_window: int = Field(15, gt=0, description="target length before acceptance is known")
+    lookahead: int = Field(128, gt=0, description="candidates that may be ahead of the last commit")
+    commit_deadline_s: float = Field(0.5, gt=0, description="a window is sent when the last commit is older than this")
+    verify_timeout_s: float = Field(60.0, gt=0, description="a verify call without an answer for this long is retried")
+    verify_attempts: int = Field(4, gt=0, description="tries of one window before the request ends with an error")
+
+    @model_validator(mode="after")
+    def _order(self) -> SessionSettings:
+        if not self.min_window <= self.start_window <= self.max_window <= self.lookahead:
+            raise ValueError("session: need min_window <= start_window <= max_window <= lookahead")
+        return self
+
+
+class ServerSettings(_Section):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    deterministic_default: bool = Field(False, description="what a request without the field gets")
+    default_seed: int = Field(42, description="seed of a deterministic request that names none; echoed in the reply")
+    max_queued: int = Field(256, gt=0, description="requests a replica holds; beyond it 429")
+    ingress_replicas: int = Field(1, gt=0)
+    fastpath_replicas: int = Field(1, gt=0)
+    verifiers: int = Field(1, ge=0)
+    stream_interval_s: float = Field(0.05, ge=0, description="best-effort tokens are sent at most this often")
+
+
+class Settings(_Section):
+    """The whole tree."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    verifier: VerifierSettings = VerifierSettings()
+    session: SessionSettings = SessionSettings()
+    server: ServerSettings = ServerSettings()
+
+    @classmethod
+    def load(cls, source: str | Path | dict[str, Any] | None) -> Settings:
+        """Reads a YAML file or takes a mapping; None gives the defaults. Errors name the field."""
+        if source is None:
+            return cls()
+        data = source if isinstance(source, dict) else yaml.safe_load(Path(source).read_text()) or {}
+        return cls.model_validate(data)
+
+
+def engine_threads(settings: EngineSettings) -> int:
+    """The engine's thread count: as configured, or half of the cores so that a verifier has room beside it."""
+    return settings.threads or max(1, (os.cpu_count() or 2) // 2)

@@ -1,0 +1,167 @@
+"""The messages of the decode-verify-rollback protocol: plain frozen dataclasses, picklable, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the values are OpenAI's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn from the logits (docs/determinism.md, "Sampling").
+
+    Neutral values switch a stage off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition_penalty 1,
+    presence and frequency penalty 0, empty logit_bias, min_tokens 0.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    min_tokens_banned: tuple[int, ...] = ()
+    """Token ids that may not be drawn before `min_tokens` output tokens (end-of-text and stop ids)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation request, tokenised and validated."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    deterministic: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the output; the model's end-of-text ids are included unless the client said ignore_eos."""
+    include_stop: bool = False
+    num_logprobs: int | None = None
+    """None: no log-probabilities; 0: the chosen token's only; n: also the n most likely ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of `token` under the raw logits, and the most likely alternatives, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Candidates of one request to be verified: `candidates[i]` was proposed for position `len(tokens) + i`."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    prompt_len: int
+    candidates: tuple[int, ...]
+    sampling: SamplingParams
+    num_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTimings:
+    """Where a window's time went (seconds), and how many rows were computed and how many came from the cache."""
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    rows: int = 0
+    cached_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The verifier's answer: `accepted` candidates stand, then comes `next_token` (correction or bonus).
+
+    logprobs has `accepted + 1` entries, the last for `next_token`. `base` is `len(window.tokens)`.
+    """
+
+    request_id: str
+    base: int
+    accepted: int
+    next_token: int
+    logprobs: tuple[TokenLogprob, ...]
+    fingerprint: str
+    timings: VerifyTimings = VerifyTimings()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The verifier cannot answer this window, ever (too long, NaN logits): the request ends with this error."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What a request cost; returned as the `llm42` object of a reply."""
+
+    windows: int = 0
+    rollbacks: int = 0
+    rolled_back_tokens: int = 0
+    verified_tokens: int = 0
+    candidate_tokens: int = 0
+    verify_retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of output ready for the client: committed tokens only when the request is deterministic."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    token_texts: tuple[str, ...] = ()
+    finish_reason: FinishReason | None = None
+    fingerprint: str | None = None
+    stats: RequestStats | None = field(default=None)
+    """Set on the last delta."""
+
+
+class LLM42Error(Exception):
+    """Base of the errors that a user can act on."""
+
+    code = "internal_error"
+
+
+class RequestRejected(LLM42Error):
+    """The request itself is wrong (HTTP 400); `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class VerifierUnavailable(LLM42Error):
+    """No verifier answers (HTTP 503 with Retry-After); best-effort traffic is not affected."""
+
+    code = "verifier_unavailable"
+
+
+class VerificationFailed(LLM42Error):
+    """The verifier refused a window for good, for example because the logits hold NaN (HTTP 500)."""
+
+    code = "verification_failed"
+
+
+class Overloaded(LLM42Error):
+    """A bounded queue is full (HTTP 429 with Retry-After)."""
+
+    code = "overloaded"

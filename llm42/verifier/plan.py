@@ -1,0 +1,49 @@
+"""What a verifier step computes and returns: the contract between the step scheduler and a runner (CPU or CUDA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from llm42.protocol import SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True)
+class SequenceRows:
+    """Consecutive rows of one sequence in a step.
+
+    Row i is token `tokens[start + i]` at absolute position `start + i`, for i in [0, count). Its KV goes to block
+    `block_table[(start + i) // block_size]`; every earlier position is already in the cache. Rows at positions >=
+    `first_logit` get logits and a sampled token (the token for position + 1); rows before only fill the cache.
+    """
+
+    tokens: list[int]
+    start: int
+    count: int
+    block_table: list[int]
+    first_logit: int
+    prompt_len: int
+    sampling: SamplingParams
+    num_logprobs: int = 0
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The canonical next token after one row, its log-probability, and the alternatives asked for."""
+
+    token: int
+    logprob: TokenLogprob
+    finite: bool = True
+    """False: the row's logits hold NaN, or no finite value at all; the request must end with an error."""
+
+
+class Runner(Protocol):
+    """A canonical runner: every output row's bits depend on that sequence's tokens alone."""
+
+    def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
+        """Computes at most `bucket` rows, padded to exactly `bucket`; returns per sequence its logit rows in order."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one KV block (all layers): used when a sequence leaves a published block half way."""
+        ...
