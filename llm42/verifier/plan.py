@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.protocol import SamplingParams
+from llm42.sampling import Sampled
+
+__all__ = ["Runner", "Sampled", "SequenceRows"]
 
 
 @dataclass(slots=True)
@@ -25,16 +28,6 @@ class SequenceRows:
     prompt_len: int
     sampling: SamplingParams
     num_logprobs: int = 0
-
-
-@dataclass(slots=True)
-class Sampled:
-    """The canonical next token after one row, its log-probability, and the alternatives asked for."""
-
-    token: int
-    logprob: TokenLogprob
-    finite: bool = True
-    """False: the row's logits hold NaN, or no finite value at all; the request must end with an error."""
 
 
 class Runner(Protocol):

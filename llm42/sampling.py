@@ -1,0 +1,129 @@
+"""Sampling as a pure function of one row's logits, the request's parameters and the tokens before it.
+
+Stages, in order (docs/determinism.md, "Sampling"), all in float32 unless said:
+1. repetition penalty over prompt and output (l > 0 ? l / r : l * r), then frequency * count and presence over the
+   output are subtracted; 2. logit_bias is added, ids banned by min_tokens become -inf; 3. division by temperature;
+4. top-k; 5. top-p over the softmax of what is left (float64 cumulative sum, the id that crosses p is kept);
+6. min-p: an id stays if ln p >= ln p_max + ln(min_p); 7. argmax of (value + Gumbel noise) in float64.
+Temperature 0 stops after stage 2 with a plain argmax. Every tie, at a border too, goes to the lowest id.
+Log-probabilities are of the raw logits: float32 exponentials, float64 sum.
+
+One row at a time: every tensor has the row's fixed shape [V], so no other row can change a bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llm42.noise import gumbel_row
+from llm42.protocol import SamplingParams, TokenLogprob
+
+NEG_INF = float("-inf")
+
+
+@dataclass(slots=True)
+class Sampled:
+    """The canonical next token after one row, its log-probability, and the alternatives asked for."""
+
+    token: int
+    logprob: TokenLogprob
+    finite: bool = True
+    """False: the row's logits hold NaN, or no finite value at all; the request must end with an error."""
+
+
+def sample_row(
+    logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int, num_logprobs: int = 0
+) -> Sampled:
+    """The canonical token for position len(history). logits [V] float32; history = prompt + output so far."""
+    token = draw(logits, params, history, prompt_len)
+    if token is None:
+        return Sampled(-1, TokenLogprob(-1, float("nan")), finite=False)
+    return Sampled(token, token_logprob(logits, token, num_logprobs))
+
+
+def draw(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> int | None:
+    """The drawn token id, or None when the logits hold NaN or nothing finite is left to draw from."""
+    values = adjust(logits, params, history, prompt_len)
+    best = int(values.argmax())  # lowest id on ties; NaN counts as the largest value
+    if not math.isfinite(values[best]):
+        return None
+    if params.temperature == 0:
+        return best
+    values = values / params.temperature
+    keep = _restrict(values, params)
+    if keep is not None:
+        values = torch.where(keep, values, NEG_INF)
+    noise = gumbel_row(params.seed, len(history), logits.shape[0], logits.device)
+    return int((values.double() + noise).argmax())
+
+
+def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:
+    """Stages 1 and 2: penalties, logit_bias, min_tokens. [V] float32 -> [V] float32 (the input is not changed)."""
+    values = logits
+    if params.repetition_penalty != 1.0 and history:
+        seen = torch.tensor(sorted(set(history)), device=logits.device)
+        picked = values[seen]
+        r = params.repetition_penalty
+        values = values.index_copy(0, seen, torch.where(picked > 0, picked / r, picked * r))
+    output = history[prompt_len:]
+    if (params.presence_penalty or params.frequency_penalty) and output:
+        counts = torch.bincount(torch.tensor(output, device=logits.device), minlength=logits.shape[0]).float()
+        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0).float()
+    if params.logit_bias:
+        ids = torch.tensor([i for i, _ in params.logit_bias], device=logits.device)
+        bias = torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32, device=logits.device)
+        values = values.index_copy(0, ids, values[ids] + bias)
+    if params.min_tokens_banned and len(output) < params.min_tokens:
+        values = values.index_fill(0, torch.tensor(params.min_tokens_banned, device=logits.device), NEG_INF)
+    return values
+
+
+def _restrict(values: Tensor, params: SamplingParams) -> Tensor | None:
+    """Stages 4 to 6: which ids may be drawn, [V] bool, or None for all."""
+    keep: Tensor | None = None
+    if 0 < params.top_k < values.shape[0]:
+        keep = _top_k(values, params.top_k)
+    if params.top_p < 1.0:
+        keep = _top_p(values, params.top_p, keep)
+    if params.min_p > 0.0:
+        # the most likely id always survives the stages before, so the maximum is that of all values
+        likely = values.double() >= values.max().double() + math.log(params.min_p)
+        keep = likely if keep is None else keep & likely
+    return keep
+
+
+def _top_k(values: Tensor, k: int) -> Tensor:
+    border = values.topk(k).values[-1]
+    keep = values > border
+    ties = (values == border).nonzero().flatten()
+    keep[ties[: k - int(keep.sum())]] = True
+    return keep
+
+
+def _top_p(values: Tensor, p: float, keep: Tensor | None) -> Tensor:
+    ids = torch.arange(values.shape[0], device=values.device) if keep is None else keep.nonzero().flatten()
+    order = values[ids].sort(descending=True, stable=True)
+    weight = (order.values - order.values[0]).exp().double()
+    before = weight.cumsum(0) - weight
+    chosen = ids[order.indices[before < p * weight.sum()]]
+    result = torch.zeros(values.shape[0], dtype=torch.bool, device=values.device)
+    result[chosen] = True
+    return result
+
+
+def token_logprob(logits: Tensor, token: int, num_logprobs: int = 0) -> TokenLogprob:
+    """ln softmax(logits)[token] and the num_logprobs most likely ids (ties: lowest id first). logits [V] float32."""
+    top_value = logits.max()
+    log_sum = (logits - top_value).exp().sum(dtype=torch.float64).log() + top_value.double()
+    top: tuple[tuple[int, float], ...] = ()
+    if num_logprobs > 0:
+        ids = _top_k(logits, num_logprobs).nonzero().flatten()
+        order = logits[ids].sort(descending=True, stable=True)
+        values = (order.values.double() - log_sum).float()
+        top = tuple(zip(ids[order.indices].tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float((logits[token].double() - log_sum).float()), top)
