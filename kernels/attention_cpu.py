@@ -1,0 +1,60 @@
+"""Canonical attention on CPU: query tiles anchored at absolute positions.
+
+A row at position p belongs to tile j = p // TILE and is computed as row p % TILE of a product whose shape, [TILE
+queries] x [TILE * (j + 1) keys], is a function of j alone; tile rows that are not asked for are zeros. So neither the
+other sequences, nor a window's start or length, nor how the prefix was cached can change the call that computes a row.
+Keys beyond p are masked to -inf before the softmax; values that are not finite are read as zero, so that unwritten
+slots and NaN of later tokens cannot reach an earlier row through 0 * NaN (a NaN key still shows in its own row).
+
+Reduction order: that of one float32 library product per tile over all keys, in one thread; softmax over the TILE *
+(j + 1) scores in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 16
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """float64 causal attention. q [T, Hq, D] at positions start.., k and v [start + T, Hk, D] -> [T, Hq, D]."""
+    rows, heads, _ = q.shape
+    groups = heads // k.shape[1]
+    keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), keys) * scale
+    positions = torch.arange(start, start + rows)
+    future = torch.arange(k.shape[0])[None, :] > positions[:, None]
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, values).to(q.dtype)
+
+
+def attention_tiled(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """One sequence: q [T, Hq, D] at positions start..start+T-1; k, v [S, Hk, D] gathered from the cache, S >= start + T
+    rounded up to a tile, where slots beyond start + T may hold anything. Returns [T, Hq, D] in q's dtype."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    first, last = start // TILE, (start + rows - 1) // TILE
+    keys = k.float().permute(1, 2, 0)  # [Hk, D, S]; the strides do not depend on S
+    values = v.float().nan_to_num_(0.0, 0.0, 0.0).permute(1, 0, 2)  # [Hk, S, D]
+    padded = torch.zeros((last - first + 1) * TILE, heads, dim)
+    padded[start - first * TILE : start - first * TILE + rows] = q.float() * scale
+    out = []
+    for j in range(first, last + 1):
+        tile = padded[(j - first) * TILE : (j - first + 1) * TILE]
+        grouped = tile.view(TILE, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        out.append(_tile(grouped, keys, values, j, heads))
+    return torch.cat(out)[start - first * TILE :][:rows].to(q.dtype)
+
+
+def _tile(grouped: Tensor, keys: Tensor, values: Tensor, j: int, heads: int) -> Tensor:
+    """grouped [Hk, G * TILE, D] -> [TILE, Hq, D]."""
+    kv_heads, _, dim = grouped.shape
+    context = TILE * (j + 1)
+    scores = torch.bmm(grouped, keys[:, :, :context]).view(kv_heads, -1, TILE, context)
+    future = torch.ones(TILE, TILE, dtype=torch.bool).triu(1)  # only the tile's own keys can lie ahead of a row
+    scores[..., context - TILE :].masked_fill_(future, float("-inf"))
+    weights = scores.softmax(-1).view(kv_heads, -1, context)
+    mixed = torch.bmm(weights, values[:, :context])
+    return mixed.view(kv_heads, heads // kv_heads, TILE, dim).permute(2, 0, 1, 3).reshape(TILE, heads, dim)

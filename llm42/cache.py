@@ -1,0 +1,178 @@
+"""Paged KV: a pool of fixed-size blocks with reference counts, and a content-addressed index over finished blocks.
+
+A block is *free* (no content of value), *held* (reference count > 0) or *cached* (count 0, but its content is published
+under a key and may be found again; the least recently used one is evicted when blocks run out).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class OutOfBlocks(Exception):
+    """Fewer free or evictable blocks than asked for; nothing was taken."""
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """SHA-256 over the parent block's key and this block's token ids; the first block's parent is the fingerprint."""
+    return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
+
+
+class BlockPool:
+    """Accounting only: which blocks are held, cached and free. Not thread-safe: one owner thread."""
+
+    def __init__(self, num_blocks: int, block_size: int, root: bytes = b"") -> None:
+        self.num_blocks, self.block_size, self.root = num_blocks, block_size, root
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
+        self.hits = self.evictions = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that `acquire` could hand out now."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        """Blocks with a reference."""
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Published blocks nobody holds."""
+        return len(self._idle)
+
+    def acquire(self, count: int) -> list[int]:
+        """Takes `count` private blocks, evicting cached ones if needed. Raises OutOfBlocks and takes none."""
+        if count > self.available:
+            raise OutOfBlocks(f"{count} KV blocks wanted, {self.available} available of {self.num_blocks}")
+        blocks = []
+        for _ in range(count):
+            if not self._free:
+                victim, _ = self._idle.popitem(last=False)
+                self._unpublish(victim)
+                self.evictions += 1
+                self._free.append(victim)
+            block = self._free.pop()
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drops one reference of each block; published ones stay findable, others become free."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} released twice"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._keys[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Makes a completely written block findable. The first block under a key wins; its content never changes."""
+        if self._keys[block] is None and key not in self._index:
+            self._keys[block] = key
+            self._index[key] = block
+
+    def is_published(self, block: int) -> bool:
+        """Whether the block's content may be shared, so that it must not be written any more."""
+        return self._keys[block] is not None
+
+    def match(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
+        """The longest run of published full blocks that starts `tokens`; takes a reference of each."""
+        blocks, keys, parent = [], [], self.root
+        for begin in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            parent = block_key(parent, tokens[begin : begin + self.block_size])
+            block = self._index.get(parent)
+            if block is None:
+                break
+            if self._refs[block] == 0:
+                del self._idle[block]
+            self._refs[block] += 1
+            self.hits += 1
+            blocks.append(block)
+            keys.append(parent)
+        return blocks, keys
+
+    def publish_prefix(self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int) -> None:
+        """Publishes every full block within tokens[:written]; `keys` caches the chain and is extended."""
+        full = min(written // self.block_size, len(blocks))
+        for i in range(len(keys), full):
+            parent = keys[i - 1] if i else self.root
+            keys.append(block_key(parent, tokens[i * self.block_size : (i + 1) * self.block_size]))
+            self.publish(blocks[i], keys[i])
+
+    def clear_cached(self) -> None:
+        """Forgets every cached block (held ones stay)."""
+        while self._idle:
+            block, _ = self._idle.popitem()
+            self._unpublish(block)
+            self._free.append(block)
+
+    def check(self) -> None:
+        """Invariants, for idle time and tests: every block is in exactly one state and the index agrees."""
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free) and not free & idle, "a block is free twice, or free and cached"
+        for block in range(self.num_blocks):
+            assert (self._refs[block] == 0) == (block in free or block in idle), f"block {block} lost"
+            assert (block in free) <= (self._keys[block] is None), f"free block {block} is published"
+        assert all(self._keys[block] == key for key, block in self._index.items()), "index and keys disagree"
+
+    def _unpublish(self, block: int) -> None:
+        key = self._keys[block]
+        assert key is not None
+        self._keys[block] = None
+        del self._index[key]
+
+
+class KVCache:
+    """The tensors: per layer keys and values of [num_blocks, block_size, kv_heads, head_dim]."""
+
+    def __init__(
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+    ) -> None:
+        shape = (layers, num_blocks, block_size, kv_heads, head_dim)
+        self.block_size = block_size
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Stores k, v [T, Hk, D] at slots [T] int64 (block * block_size + offset)."""
+        self.keys[layer].flatten(0, 1)[slots] = k
+        self.values[layer].flatten(0, 1)[slots] = v
+
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [..., B] int64 in order: two [..., B * block_size, Hk, D]."""
+        return self.keys[layer][blocks].flatten(-4, -3), self.values[layer][blocks].flatten(-4, -3)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block in every layer."""
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+    def fill(self, blocks: Sequence[int], value: float) -> None:
+        """Overwrites blocks (scrubbing after NaN; dirt in tests)."""
+        self.keys[:, list(blocks)] = value
+        self.values[:, list(blocks)] = value
+
+
+def slot_ids(block_table: Sequence[int], start: int, count: int, block_size: int) -> list[int]:
+    """Cache slots of positions [start, start + count)."""
+    return [block_table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
