@@ -1,7 +1,7 @@
-"""Every metric of the system, defined once: name, kind, help, labels; and the small interface that emits them.
+"""Every metric, defined once (name, kind, help, labels), and the small interface that emits them.
 
-Code that counts takes a `Metrics` and names a definition of this file: `metrics.inc(ROLLBACKS)`. Inside Ray the
-sink is deployments/ray_metrics.py; embedded, it is `PrometheusMetrics`; where nobody looks, `NullMetrics`.
+Code that counts takes a `Metrics` and names a definition of this file: `metrics.inc(ROLLBACKS)`. Inside Ray
+the sink is deployments/ray_metrics.py; embedded, it is `PrometheusMetrics`; else `NullMetrics`.
 """
 
 from __future__ import annotations

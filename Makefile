@@ -1,0 +1,59 @@
+# Every target sets up what it needs: the virtual environment, the pinned packages, the model.
+# Stamps under .venv and .models make a second call fast.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL := .models/.smollm2
+
+# The CPU build of torch. It is looked for in the package index that pip is set up for first (a mirror or a wheel
+# folder may have it), then in PyTorch's own index. For a CUDA build: make TORCH=torch==2.13.0 run
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+CONFIG ?= serve_config.yaml
+PYTEST_ARGS ?=
+
+# Ray's own switches for a cluster that listens on 127.0.0.1 only (docs/structure.md, "Ray").
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: run demo test lint format clean
+.DELETE_ON_ERROR:
+
+run: $(INSTALLED) $(MODEL)
+	@exec $(BIN)/llm42 serve --config $(CONFIG)
+
+demo: $(INSTALLED) $(MODEL)
+	@exec $(BIN)/llm42 demo
+
+test: $(INSTALLED) $(MODEL)
+	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "LLM-42 needs Python 3.11 to 3.13; try: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing packages into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install --quiet --no-deps '$(TORCH)' 2>/dev/null \
+		|| $(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+$(MODEL): | $(INSTALLED)
+	$(BIN)/python -m llm42.models.fetch
+	@mkdir -p $(@D) && touch $@
+
+clean:
+	rm -rf $(VENV) .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
