@@ -1,0 +1,268 @@
+"""GGUF files through the `gguf` library: metadata, configuration, dequantised tensors under Hugging Face names.
+
+llama.cpp stores the query and key rows of llama-architecture models interleaved (pairs side by side); `TensorSource`
+undoes that, because kernels/rotary.py uses the half-split layout of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from torch import Tensor
+
+from llm42.models.config import ModelConfig
+from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.rope import RopeSettings, yarn_attention_factor
+
+_T = GGMLQuantizationType
+PLAIN_TYPES = {_T.F32, _T.F16, _T.BF16}
+QUANTISED_TYPES = {_T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q4_K, _T.Q5_K, _T.Q6_K}
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""GGUF architecture -> ours. llama.cpp writes Mistral models as "llama"."""
+
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+class _CheckedReader(GGUFReader):
+    """GGUFReader that names the tensor when the file ends early, and does not take arrays apart item by item."""
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        for field in fields:
+            _, name, _, dims, kind, offset = field.parts
+            block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(int(kind[0]))]
+            end = start_offs + int(offset[0]) + int(np.prod(dims)) // block * size
+            if end > len(self.data):
+                raise ModelFileError(
+                    f"file is truncated: tensor {bytes(name).decode()} ends at byte {end}, the file at {len(self.data)}"
+                )
+        super()._build_tensors(start_offs, fields)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+        head, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        item, start = GGUFValueType(int(head[0])), orig_offs + 12
+        types = [GGUFValueType.ARRAY, item]
+        if item != GGUFValueType.STRING:
+            values = self._get(start, self.gguf_scalar_to_np[item], int(count[0]))
+            if len(values) != int(count[0]):
+                raise ModelFileError("file is truncated inside its metadata")
+            return 12 + values.nbytes, [head, count, values], [2], types
+        parts, offset = [head, count], start
+        for _ in range(int(count[0])):
+            length = int.from_bytes(self.data[offset : offset + 8].tobytes(), "little")
+            parts.append(self.data[offset + 8 : offset + 8 + length])
+            offset += 8 + length
+            if offset > len(self.data):
+                raise ModelFileError("file is truncated inside its metadata")
+        return offset - orig_offs, parts, list(range(2, len(parts))), types
+
+
+@lru_cache(maxsize=2)
+def _open(path: str, _modified: int) -> GGUFReader:
+    try:
+        return _CheckedReader(path)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from error
+    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        raise ModelFileError(f"{path}: not a readable GGUF file, or truncated: {error}") from error
+
+
+def open_gguf(path: str | Path) -> GGUFReader:
+    """A reader with the file mapped into memory. Raises ModelFileError naming the file (and tensor)."""
+    file = Path(path)
+    if not file.is_file():
+        raise ModelFileError(f"{file}: no such file")
+    return _open(str(file), file.stat().st_mtime_ns)
+
+
+def metadata(reader: GGUFReader) -> dict[str, Any]:
+    """All key-value pairs, arrays as lists. The vocabulary is large: call once."""
+    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+
+
+def hugging_face_name(name: str) -> str | None:
+    """Our name of a GGUF tensor; None where there is none."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
+    return None
+
+
+def unpermute(rows: Tensor, heads: int) -> Tensor:
+    """Interleaved rotary pairs -> half-split layout. rows [heads * D, ...], same shape back."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+class GGUFSource:
+    """weights.TensorSource over one GGUF file."""
+
+    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        self.path, self.config = str(path), config
+        self.quantised = False
+        self._tensors: dict[str, Any] = {}
+        for tensor in open_gguf(path).tensors:
+            if tensor.name == ROPE_DIVISORS:
+                continue  # part of the configuration
+            if tensor.tensor_type not in PLAIN_TYPES | QUANTISED_TYPES:
+                kind = tensor.tensor_type.name
+                raise UnsupportedModel(f"{path}: tensor {tensor.name} has type {kind}: not supported", kind)
+            self.quantised |= tensor.tensor_type in QUANTISED_TYPES
+            self._tensors[hugging_face_name(tensor.name) or tensor.name] = tensor
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes in row-major order (GGUF writes them reversed)."""
+        return {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+
+    def where(self, name: str) -> str:
+        """The file."""
+        return self.path
+
+    def read(self, name: str) -> Tensor:
+        """float32 values, dequantised by gguf.quants."""
+        tensor = self._tensors[name]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        result = torch.from_numpy(np.array(values, dtype=np.float32))
+        if self.config.architecture == "llama" and ".self_attn." in name:
+            if ".q_proj." in name:
+                return unpermute(result, self.config.num_heads)
+            if ".k_proj." in name:
+                return unpermute(result, self.config.num_kv_heads)
+        return result
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The file's architecture. Raises UnsupportedModel for anything that is not implemented."""
+    reader = open_gguf(path)
+    return _Fields(str(path), reader).config()
+
+
+_IGNORED = {"vocab_size", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.factor"}
+
+
+class _Fields:
+    """Reads `<architecture>.*` keys and remembers which were understood."""
+
+    def __init__(self, path: str, reader: GGUFReader) -> None:
+        self.path, self.reader = path, reader
+        name = str(self._raw("general.architecture") or "")
+        if name not in ARCHITECTURES:
+            supported = ", ".join(sorted(ARCHITECTURES))
+            raise UnsupportedModel(
+                f"{path}: architecture {name!r} is not supported; supported: {supported}", "general.architecture"
+            )
+        self.architecture, self._prefix, self._understood = ARCHITECTURES[name], name + ".", set[str]()
+
+    def _raw(self, key: str) -> Any:
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._understood.add(key)
+        value = self._raw(self._prefix + key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ModelFileError(f"{self.path}: metadata {self._prefix}{key} is missing")
+        return value
+
+    def must_be(self, key: str, allowed: Any) -> None:
+        value = self.get(key, allowed)
+        if value != allowed:
+            name = self._prefix + key
+            raise UnsupportedModel(f"{self.path}: {name} = {value!r} is not supported (only {allowed!r})", name)
+
+    def config(self) -> ModelConfig:
+        names = {tensor.name: tensor for tensor in self.reader.tensors}
+        hidden, heads = int(self.need("embedding_length")), int(self.need("attention.head_count"))
+        head_dim = int(self.get("attention.key_length", hidden // heads))
+        for key in ("attention.value_length", "rope.dimension_count"):
+            self.must_be(key, head_dim)
+        for key in ("expert_count", "expert_used_count"):
+            self.must_be(key, 0)
+        embedding = names.get("token_embd.weight")
+        if embedding is None:
+            raise ModelFileError(f"{self.path}: tensor token_embd.weight is missing")
+        rope = self._rope(names)
+        config = ModelConfig(
+            architecture=self.architecture,
+            vocab_size=int(embedding.shape[1]),
+            hidden_size=hidden,
+            intermediate_size=int(self.need("feed_forward_length")),
+            num_layers=int(self.need("block_count")),
+            num_heads=heads,
+            num_kv_heads=int(self.get("attention.head_count_kv", heads)),
+            head_dim=head_dim,
+            rms_norm_eps=float(self.need("attention.layer_norm_rms_epsilon")),
+            rope=rope,
+            max_position=int(self.need("context_length")),
+            tie_word_embeddings="output.weight" not in names,
+            qkv_bias="blk.0.attn_q.bias" in names,
+            o_bias="blk.0.attn_output.bias" in names,
+            mlp_bias="blk.0.ffn_gate.bias" in names,
+            qk_norm="blk.0.attn_q_norm.weight" in names,
+            bos_token_id=self._raw("tokenizer.ggml.bos_token_id"),
+            eos_token_ids=eos_token_ids(self._raw),
+        )
+        self._refuse_unknown()
+        return config
+
+    def _rope(self, names: dict[str, Any]) -> RopeSettings:
+        theta = float(self.get("rope.freq_base", 10000.0))
+        kind = str(self.get("rope.scaling.type", "none"))
+        if ROPE_DIVISORS in names:
+            if kind != "none":
+                raise UnsupportedModel(f"{self.path}: {ROPE_DIVISORS} together with scaling {kind}", ROPE_DIVISORS)
+            divisors = tuple(float(value) for value in names[ROPE_DIVISORS].data)
+            return RopeSettings(theta, "divisors", divisors=divisors)
+        if kind == "none":
+            return RopeSettings(theta)
+        if kind not in ("linear", "yarn"):
+            field = self._prefix + "rope.scaling.type"
+            raise UnsupportedModel(f"{self.path}: {field} = {kind!r} is not supported", field)
+        factor = float(self.need("rope.scaling.factor"))
+        if kind == "linear":
+            return RopeSettings(theta, "linear", factor)
+        original = int(self.need("rope.scaling.original_context_length"))
+        return RopeSettings(
+            theta, "yarn", factor, original, attention_factor=yarn_attention_factor(factor, None, None)
+        )
+
+    def _refuse_unknown(self) -> None:
+        for key in self.reader.fields:
+            if key.startswith(self._prefix) and key.removeprefix(self._prefix) not in self._understood | _IGNORED:
+                raise UnsupportedModel(f"{self.path}: metadata {key} is not known: it may change the model", key)
+
+
+def eos_token_ids(get: Any) -> tuple[int, ...]:
+    """End-of-text and end-of-turn ids named by the metadata; get(key) -> value or None."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    found = [get(key) for key in keys]
+    return tuple(sorted({int(value) for value in found if value is not None}))
