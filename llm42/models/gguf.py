@@ -58,7 +58,9 @@ class _CheckedReader(GGUFReader):
                 )
         super()._build_tensors(start_offs, fields)
 
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
         head, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
@@ -162,7 +164,12 @@ def read_config(path: str | Path) -> ModelConfig:
     return _Fields(str(path), reader).config()
 
 
-_IGNORED = {"vocab_size", "rope.scaling.finetuned", "rope.scaling.original_context_length", "rope.scaling.factor"}
+_IGNORED = {
+    "vocab_size",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.factor",
+}
 
 
 class _Fields:
@@ -174,7 +181,8 @@ class _Fields:
         if name not in ARCHITECTURES:
             supported = ", ".join(sorted(ARCHITECTURES))
             raise UnsupportedModel(
-                f"{path}: architecture {name!r} is not supported; supported: {supported}", "general.architecture"
+                f"{path}: architecture {name!r} is not supported; supported: {supported}",
+                "general.architecture",
             )
         self.architecture, self._prefix, self._understood = ARCHITECTURES[name], name + ".", set[str]()
 
@@ -197,7 +205,9 @@ class _Fields:
         value = self.get(key, allowed)
         if value != allowed:
             name = self._prefix + key
-            raise UnsupportedModel(f"{self.path}: {name} = {value!r} is not supported (only {allowed!r})", name)
+            raise UnsupportedModel(
+                f"{self.path}: {name} = {value!r} is not supported (only {allowed!r})", name
+            )
 
     def config(self) -> ModelConfig:
         names = {tensor.name: tensor for tensor in self.reader.tensors}
@@ -239,7 +249,9 @@ class _Fields:
         kind = str(self.get("rope.scaling.type", "none"))
         if ROPE_DIVISORS in names:
             if kind != "none":
-                raise UnsupportedModel(f"{self.path}: {ROPE_DIVISORS} together with scaling {kind}", ROPE_DIVISORS)
+                raise UnsupportedModel(
+                    f"{self.path}: {ROPE_DIVISORS} together with scaling {kind}", ROPE_DIVISORS
+                )
             divisors = tuple(float(value) for value in names[ROPE_DIVISORS].data)
             return RopeSettings(theta, "divisors", divisors=divisors)
         if kind == "none":
@@ -257,8 +269,13 @@ class _Fields:
 
     def _refuse_unknown(self) -> None:
         for key in self.reader.fields:
-            if key.startswith(self._prefix) and key.removeprefix(self._prefix) not in self._understood | _IGNORED:
-                raise UnsupportedModel(f"{self.path}: metadata {key} is not known: it may change the model", key)
+            if (
+                key.startswith(self._prefix)
+                and key.removeprefix(self._prefix) not in self._understood | _IGNORED
+            ):
+                raise UnsupportedModel(
+                    f"{self.path}: metadata {key} is not known: it may change the model", key
+                )
 
 
 def eos_token_ids(get: Any) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ def _load_gguf(path: Path, dtype: torch.dtype, device: str, max_model_len: int) 
     source = gguf_files.GGUFSource(path, config)
     weights = assemble(config, source, dtype, device, max_model_len)
     dequantiser = f"gguf {_gguf_version()}" if source.quantised else "none"
-    return LoadedModel(config, weights, dtype, device, identity_of(config, [path]), f"GGUF file {path}", dequantiser)
+    return LoadedModel(
+        config, weights, dtype, device, identity_of(config, [path]), f"GGUF file {path}", dequantiser
+    )
 
 
 def _gguf_version() -> str:

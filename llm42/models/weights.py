@@ -124,7 +124,9 @@ def check_tensors(config: ModelConfig, source: TensorSource) -> None:
             )
     for name in found:
         if name not in expected and not _is_redundant(name, config, source):
-            raise ModelFileError(f"{source.where(name)}: unexpected tensor {name}: not part of {config.architecture}")
+            raise ModelFileError(
+                f"{source.where(name)}: unexpected tensor {name}: not part of {config.architecture}"
+            )
 
 
 def _is_redundant(name: str, config: ModelConfig, source: TensorSource) -> bool:
@@ -145,7 +147,9 @@ def assemble(
 
     def read(*names: str) -> Tensor:
         parts = [source.read(name).to(dtype) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device=device, dtype=storage).contiguous()
+        return (
+            (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device=device, dtype=storage).contiguous()
+        )
 
     embed = read("model.embed_tokens.weight")
     layers = [_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers)]

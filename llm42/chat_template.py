@@ -1,0 +1,84 @@
+"""Chat templates: Jinja in a sandbox, with a fixed date so that a prompt does not depend on the day it is rendered."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llm42.protocol import RequestRejected
+
+FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
+"""What templates that ask for today's date get: a reply must be reproducible tomorrow. The date that Llama 3's own
+template falls back to. A client that wants another one passes it in the messages."""
+
+
+class ChatTemplate:
+    """One compiled template. `special` are the token strings that templates may use (bos_token, eos_token, ...)."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = FIXED_DATE.strftime
+        self.source, self._special = source, dict(special)
+        self._template = environment.from_string(source)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **kwargs: Any
+    ) -> str:
+        """messages: OpenAI's, content a string or a list of text parts. Raises RequestRejected."""
+        plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+        variables = (
+            self._special | kwargs | {"messages": plain, "add_generation_prompt": add_generation_prompt}
+        )
+        try:
+            return self._template.render(**variables)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ) as error:
+            raise RequestRejected(
+                f"the model's chat template refused the messages: {error}", "messages"
+            ) from error
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Without None values; a list of text parts becomes one string (joined by newlines)."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(plain.get("role"), str):
+        raise RequestRejected(f"messages[{index}].role must be a string", f"messages[{index}].role")
+    content = plain.setdefault("content", "")
+    if isinstance(content, list):
+        where = f"messages[{index}].content"
+        for part in content:
+            if (
+                not isinstance(part, Mapping)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise RequestRejected(f"{where}: only parts of type text are supported", where)
+        plain["content"] = "\n".join(part["text"] for part in content)
+    elif not isinstance(content, str):
+        raise RequestRejected(f"messages[{index}].content must be a string", f"messages[{index}].content")
+    return plain
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None) -> str:
+    # Jinja's own filter escapes HTML characters, which models were not trained on
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)
