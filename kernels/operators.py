@@ -41,3 +41,12 @@ class Operators:
 def storage_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """The dtype weights of products are kept in: float32 on CPU (values rounded to `dtype`), `dtype` on CUDA."""
     return torch.float32 if device == "cpu" else dtype
+
+
+def by_row(operator: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """The provider of last resort for an elementwise operator: one call per row, so the call's shape never changes."""
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([operator(row.clone()) for row in x.split(1)])
+
+    return run

@@ -27,4 +27,15 @@ def rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
     return (s * scale * weight.float()).to(x.dtype), s.to(x.dtype)
 
 
-CPU_PROVIDERS = {"torch": rms_norm_torch}
+def rms_norm_row(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One call per leading index: the call's shape never changes."""
+    rows = x.split(1)
+    residuals = [None] * len(rows) if residual is None else residual.split(1)
+    out = [
+        rms_norm_torch(a.clone(), None if b is None else b.clone(), weight, eps)
+        for a, b in zip(rows, residuals, strict=True)
+    ]
+    return torch.cat([y for y, _ in out]), torch.cat([r for _, r in out])
+
+
+CPU_PROVIDERS = {"torch": rms_norm_torch, "row": rms_norm_row}

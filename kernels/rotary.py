@@ -34,4 +34,11 @@ def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-CPU_PROVIDERS = {"torch": rotary_torch}
+def rotary_row(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """One call per row: the call's shape never changes."""
+    rows = zip(q.split(1), k.split(1), positions.split(1), strict=True)
+    out = [rotary_torch(a.clone(), b.clone(), p, cos_sin) for a, b, p in rows]
+    return torch.cat([a for a, _ in out]), torch.cat([b for _, b in out])
+
+
+CPU_PROVIDERS = {"torch": rotary_torch, "row": rotary_row}

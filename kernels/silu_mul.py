@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.operators import by_row
+
 
 def silu_mul_reference(x: Tensor) -> Tensor:
     """float64 version. x [T, 2 I] = gate, up -> [T, I] in x's dtype."""
@@ -18,4 +20,4 @@ def silu_mul_torch(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-CPU_PROVIDERS = {"torch": silu_mul_torch}
+CPU_PROVIDERS = {"torch": silu_mul_torch, "row": by_row(silu_mul_torch)}

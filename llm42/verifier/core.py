@@ -1,0 +1,307 @@
+"""The verifier: packs windows of many requests and prompt chunks into canonical steps and answers with commits.
+
+One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. Answers are a function of the
+window's tokens and sampling alone; the queue, the packing and the cache decide only when they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm42.cache import BlockPool
+from llm42.protocol import Commit, Failure, Overloaded, VerifierUnavailable, VerifyTimings, Window
+from llm42.sampling import Sampled
+from llm42.verifier.plan import Runner, SequenceRows
+from llm42.verifier.sequences import Sequence, SequenceStore
+
+log = logging.getLogger(__name__)
+Answer = Commit | Failure
+
+
+@dataclass(slots=True)
+class Job:
+    """One window on its way through the verifier; rows [next, end) are still to be computed."""
+
+    window: Window
+    future: Future[Answer]
+    arrived: float
+    started: float = 0.0
+    sequence: Sequence | None = None
+    next: int = 0
+    cached: int = 0
+    released: bool = False
+    sampled: list[Sampled] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """One past the last position to compute."""
+        return len(self.window.tokens) + len(self.window.candidates)
+
+
+@dataclass(slots=True)
+class VerifierStats:
+    """Counters since the start; times in seconds."""
+
+    windows: int = 0
+    steps: int = 0
+    rows: int = 0
+    padding_rows: int = 0
+    cached_rows: int = 0
+    step_s: float = 0.0
+    queue_s: float = 0.0
+    failures: int = 0
+    waiting: int = 0
+    active: int = 0
+    kv_held_blocks: int = 0
+    kv_cached_blocks: int = 0
+    kv_blocks: int = 0
+    idle_sequences: int = 0
+    cache_hits: int = 0
+    evictions: int = 0
+
+
+class Verifier:
+    """Thread-safe front (`submit`, `verify`, `verify_async`, `release`) over a runner owned by one thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: BlockPool,
+        *,
+        buckets: Seq[int],
+        max_len: int,
+        vocab_size: int,
+        fingerprint: str,
+        manifest: dict[str, Any] | None = None,
+        max_waiting: int = 256,
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.fingerprint, self.manifest = fingerprint, manifest or {}
+        self._runner, self._pool = runner, pool
+        self._store = SequenceStore(pool, runner.copy_block)
+        self._buckets, self._max_len, self._vocab_size = tuple(buckets), max_len, vocab_size
+        self._max_waiting = max_waiting
+        self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._active: list[Job] = []
+        self._stats = VerifierStats(kv_blocks=pool.num_blocks)
+        self._on_thread_start = on_thread_start
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # ---- front, any thread -------------------------------------------------------------------------------------
+
+    def start(self) -> Verifier:
+        """Starts the step thread."""
+        self._thread = threading.Thread(target=self._loop, name="verifier", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends the thread; windows that wait fail with VerifierUnavailable."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def submit(self, window: Window) -> Future[Answer]:
+        """Queues one window. Raises Overloaded when too many wait, VerifierUnavailable when closed."""
+        if self._closed:
+            raise VerifierUnavailable("the verifier is closed")
+        if self._inbox.qsize() + len(self._waiting) >= self._max_waiting:
+            raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
+        future: Future[Answer] = Future()
+        refusal = self._refuse(window)
+        if refusal is not None:
+            future.set_result(refusal)
+        else:
+            self._inbox.put(Job(window, future, time.monotonic()))
+        return future
+
+    def verify(self, windows: Seq[Window]) -> list[Answer]:
+        """Blocks until all are answered."""
+        return [f.result() for f in [self.submit(w) for w in windows]]
+
+    async def verify_async(self, windows: Seq[Window]) -> list[Answer]:
+        """Awaits all answers."""
+        return list(await asyncio.gather(*(asyncio.wrap_future(self.submit(w)) for w in windows)))
+
+    def release(self, request_id: str) -> None:
+        """The request is over: its private KV may go."""
+        self._inbox.put(request_id)
+
+    def stats(self) -> VerifierStats:
+        """The counters, with the present queue and cache sizes."""
+        s, pool = self._stats, self._pool
+        s.waiting, s.active = self._inbox.qsize() + len(self._waiting), len(self._active)
+        s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
+        s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
+        return s
+
+    def _refuse(self, window: Window) -> Failure | None:
+        length = len(window.tokens) + len(window.candidates)
+        if not window.tokens or not 0 < window.prompt_len <= len(window.tokens):
+            return Failure(window.request_id, "invalid_window", "a window needs a prompt inside its tokens")
+        if length > self._max_len:
+            text = f"{length} tokens are beyond the context of {self._max_len}"
+            return Failure(window.request_id, "context_length_exceeded", text)
+        if not self._store.fits(window):
+            text = f"{length} tokens do not fit the verifier's KV cache (raise verifier.kv_tokens)"
+            return Failure(window.request_id, "context_length_exceeded", text)
+        if not all(0 <= t < self._vocab_size for t in (*window.tokens, *window.candidates)):
+            return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
+        return None
+
+    # ---- the step thread ---------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        self._on_thread_start()
+        while not self._closed:
+            if not self.step():
+                self._receive(self._inbox.get())
+        self._drain()
+        for job in (*self._active, *self._waiting):
+            job.future.set_exception(VerifierUnavailable("the verifier was closed"))
+
+    def step(self) -> bool:
+        """One canonical step; False when there is nothing to do."""
+        self._drain()
+        self._admit()
+        plan = self._plan()
+        if not plan:
+            return False
+        rows = sum(count for _, count in plan)
+        bucket = next(b for b in self._buckets if b >= rows)
+        began = time.monotonic()
+        try:
+            results = self._runner.step(bucket, [_rows(job, count) for job, count in plan])
+        except Exception as error:
+            log.exception("a verifier step failed; its windows may be retried")
+            self._abandon([job for job, _ in plan], error)
+            return True
+        self._count(rows, bucket, time.monotonic() - began)
+        for (job, count), sampled in zip(plan, results, strict=True):
+            self._advance(job, count, sampled)
+        return True
+
+    def _drain(self) -> None:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+
+    def _receive(self, message: Job | str | None) -> None:
+        if isinstance(message, Job):
+            self._waiting.append(message)
+        elif message is not None:
+            self._store.release(message)
+            for job in (*self._waiting, *self._active):
+                job.released |= job.window.request_id == message
+
+    def _admit(self) -> None:
+        while self._waiting:
+            job = self._waiting[0]
+            if job.released or job.future.cancelled():
+                self._waiting.popleft().future.cancel()
+                continue
+            sequence = self._store.admit(job.window)
+            if sequence is None:
+                return  # whole requests only, in order: no deadlock among half-prefilled prompts
+            self._waiting.popleft()
+            if not job.future.set_running_or_notify_cancel():  # cancelled just now
+                self._store.discard(sequence)
+                continue
+            job.sequence, job.started = sequence, time.monotonic()
+            job.next = job.cached = sequence.computed
+            self._active.append(job)
+
+    def _plan(self) -> list[tuple[Job, int]]:
+        """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest prompt."""
+        budget = self._buckets[-1]
+        short = [j for j in self._active if j.end - j.next <= budget // 2]
+        long = [j for j in self._active if j.end - j.next > budget // 2]
+        reserve = budget // 4 if long else 0
+        plan: dict[int, tuple[Job, int]] = {}
+        for job in (*short, *long):
+            room = budget - sum(count for _, count in plan.values()) - (reserve if job in short else 0)
+            if room > 0:
+                plan[id(job)] = (job, min(job.end - job.next, room))
+        return list(plan.values())
+
+    def _advance(self, job: Job, count: int, sampled: list[Sampled]) -> None:
+        job.next += count
+        job.sampled += sampled
+        if job.next == job.end:
+            self._active.remove(job)
+            self._answer(job)
+
+    def _answer(self, job: Job) -> None:
+        window, sequence = job.window, job.sequence
+        assert sequence is not None
+        accepted = 0
+        while accepted < len(window.candidates) and job.sampled[accepted].token == window.candidates[accepted]:
+            accepted += 1
+        if not all(s.finite for s in job.sampled[: accepted + 1]):
+            self._store.discard(sequence)
+            self._stats.failures += 1
+            text = "the model's logits hold NaN or no finite value for this request"
+            job.future.set_result(Failure(window.request_id, "non_finite_logits", text))
+            return
+        self._store.settle(sequence, len(window.tokens) + accepted)
+        if job.released:
+            self._store.release(window.request_id)
+        now = time.monotonic()
+        self._stats.windows += 1
+        self._stats.queue_s += job.started - job.arrived
+        self._stats.cached_rows += job.cached
+        timings = VerifyTimings(
+            job.started - job.arrived, now - job.started, job.end - job.cached, job.cached
+        )
+        job.future.set_result(
+            Commit(
+                window.request_id,
+                len(window.tokens),
+                accepted,
+                job.sampled[accepted].token,
+                tuple(s.logprob for s in job.sampled[: accepted + 1]),
+                self.fingerprint,
+                timings,
+            )
+        )
+
+    def _abandon(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            assert job.sequence is not None
+            self._active.remove(job)
+            self._store.discard(job.sequence)
+            self._stats.failures += 1
+            reason = VerifierUnavailable(f"a verifier step failed: {type(error).__name__}: {error}")
+            job.future.set_exception(reason)
+
+    def _count(self, rows: int, bucket: int, seconds: float) -> None:
+        self._stats.steps += 1
+        self._stats.rows += rows
+        self._stats.padding_rows += bucket - rows
+        self._stats.step_s += seconds
+
+
+def _rows(job: Job, count: int) -> SequenceRows:
+    assert job.sequence is not None
+    return SequenceRows(
+        tokens=job.sequence.tokens,
+        start=job.next,
+        count=count,
+        block_table=job.sequence.blocks,
+        first_logit=len(job.window.tokens) - 1,
+        prompt_len=job.window.prompt_len,
+        sampling=job.window.sampling,
+        num_logprobs=job.window.num_logprobs,
+    )

@@ -1,0 +1,117 @@
+"""Which KV the verifier holds for which request: admission, reuse by longest common prefix, copy-on-write, eviction.
+
+The KV at position p is a function of tokens[0..p], so whatever a request left behind stays valid up to the first
+token that differs. Blocks of a window in flight are held by reference; between windows a request's sequence is *idle*
+and may be evicted, since everything in it can be recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from llm42.cache import BlockPool
+from llm42.protocol import Window
+
+
+@dataclass(slots=True)
+class Sequence:
+    """KV of one request: positions [0, computed) are written for tokens[:computed] in `blocks`."""
+
+    request_id: str
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    computed: int = 0
+
+
+class SequenceStore:
+    """Idle sequences by request id over a block pool. One owner thread."""
+
+    def __init__(self, pool: BlockPool, copy_block: Callable[[int, int], None]) -> None:
+        self.pool = pool
+        self._copy_block = copy_block
+        self._idle: OrderedDict[str, Sequence] = OrderedDict()
+
+    @property
+    def idle(self) -> int:
+        """Requests whose KV is kept between windows."""
+        return len(self._idle)
+
+    def fits(self, window: Window) -> bool:
+        """Whether the window could ever be admitted."""
+        return self._blocks_for(window) <= self.pool.num_blocks
+
+    def admit(self, window: Window) -> Sequence | None:
+        """Takes every block the window needs, all or none; None means wait. `computed` says what is already there."""
+        sequence = self._idle.pop(window.request_id, None) or self._from_cache(window)
+        tokens = [*window.tokens, *window.candidates]
+        # the row before the first candidate is always computed anew: its logits are what is asked for
+        limit = min(sequence.computed, len(window.tokens) - 1)
+        valid = _common_prefix(sequence.tokens, tokens, limit)
+        self._cut(sequence, valid)
+        split = valid % self.pool.block_size != 0 and self.pool.is_published(sequence.blocks[-1])
+        missing = self._blocks_for(window) - len(sequence.blocks) + split
+        if not self._make_room(missing):
+            self._keep(sequence)
+            return None
+        fresh = self.pool.acquire(missing)
+        if split:
+            # a published block never changes: go on in a private copy of its first rows
+            self._copy_block(sequence.blocks[-1], fresh[0])
+            self.pool.release(sequence.blocks[-1:])
+            sequence.blocks[-1:] = fresh[:1]
+            fresh = fresh[1:]
+        sequence.blocks += fresh
+        sequence.tokens, sequence.computed = tokens, valid
+        return sequence
+
+    def settle(self, sequence: Sequence, committed: int) -> None:
+        """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""
+        sequence.computed = committed
+        self._cut(sequence, committed)
+        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, committed)
+        self._keep(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Gives up a sequence whose blocks may be half written: nothing of it is published."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.keys, sequence.computed = [], [], 0
+
+    def release(self, request_id: str) -> None:
+        """The request is over: its published blocks stay findable, the others become free."""
+        sequence = self._idle.pop(request_id, None)
+        if sequence is not None:
+            self.pool.release(sequence.blocks)
+
+    def _from_cache(self, window: Window) -> Sequence:
+        blocks, keys = self.pool.match(window.tokens[:-1])
+        covered = len(blocks) * self.pool.block_size
+        return Sequence(window.request_id, list(window.tokens), blocks, keys, covered)
+
+    def _keep(self, sequence: Sequence) -> None:
+        self.release(sequence.request_id)  # a retried window may have left an older one
+        self._idle[sequence.request_id] = sequence
+
+    def _cut(self, sequence: Sequence, length: int) -> None:
+        keep = -(-length // self.pool.block_size)
+        self.pool.release(sequence.blocks[keep:])
+        del sequence.blocks[keep:], sequence.tokens[length:]
+        del sequence.keys[length // self.pool.block_size :]
+        sequence.computed = length
+
+    def _make_room(self, blocks: int) -> bool:
+        while blocks > self.pool.available and self._idle:
+            self.release(next(iter(self._idle)))
+        return blocks <= self.pool.available
+
+    def _blocks_for(self, window: Window) -> int:
+        return -(-(len(window.tokens) + len(window.candidates)) // self.pool.block_size)
+
+
+def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
+    """Length of the longest common prefix, at most `limit`."""
+    if a[:limit] == b[:limit]:
+        return min(limit, len(a), len(b))
+    return next(i for i in range(limit) if i >= len(a) or i >= len(b) or a[i] != b[i])
