@@ -1,0 +1,72 @@
+"""The fast path's interface: an engine proposes candidates; only the session decides what stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llm42.protocol import FinishReason, Request, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """Tokens a request produced: `tokens[i]` is its output token number `start + i`.
+
+    `epoch` is the request's rollback count when they were decoded; older epochs are stale. `finish` and `error` are
+    final. A deterministic request never finishes by itself: it parks after an end token or at its limit.
+    """
+
+    request_id: str
+    epoch: int
+    start: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+Sink = Callable[[EngineOutput], None]
+"""Called from the engine's thread; must not block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine is busy with: requests, and KV in tokens."""
+
+    running: int
+    waiting: int
+    kv_used: int
+    kv_total: int
+    kv_cached: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Engine(Protocol):
+    """A fast-path engine. Every method may be called from any thread and returns at once."""
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        """Starts a request that may produce output tokens up to number `limit` (lookahead bound)."""
+        ...
+
+    def extend(self, request_id: str, limit: int) -> None:
+        """Renews the lookahead bound: a held request goes on."""
+        ...
+
+    def rollback(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        """Makes the request's output exactly `output` and goes on from there; later outputs carry `epoch`."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees what it holds; unknown ids are ignored."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """The present load."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's loop runs."""
+        ...

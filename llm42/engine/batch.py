@@ -1,0 +1,96 @@
+"""One fast step on ordinary kernels with dynamic shapes: decode rows of all requests together, then prompt chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.operators import Operators
+from llm42.cache import KVCache, slot_ids
+from llm42.models.decoder import forward, logits
+from llm42.models.weights import LoadedModel
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of one request: tokens at positions start, start + 1, ...; `table` covers all of them."""
+
+    tokens: Sequence[int]
+    start: int
+    table: Sequence[int]
+
+
+class BatchRunner:
+    """Runs steps over a paged KV cache. Shapes follow the load, so bits may depend on who else is in the step."""
+
+    def __init__(self, model: LoadedModel, ops: Operators, kv: KVCache) -> None:
+        self.model, self.ops, self.kv = model, ops, kv
+
+    @torch.inference_mode()
+    def step(self, decode: list[Rows], prefill: list[Rows]) -> Tensor:
+        """Logits after the last row of each entry, decode first: [len(decode) + len(prefill), V] float32."""
+        groups = [*decode, *prefill]
+        tokens = torch.tensor([t for r in groups for t in r.tokens])
+        positions = torch.tensor([p for r in groups for p in range(r.start, r.start + len(r.tokens))])
+        attention = _Attention(self.model, self.kv, decode, prefill)
+        hidden = forward(self.model, self.ops, tokens, positions, attention)
+        ends = torch.tensor([len(r.tokens) for r in groups]).cumsum(0) - 1
+        return logits(self.model, self.ops, hidden[ends])
+
+
+class _Attention:
+    """The `attend` callback of one step: writes KV, then one padded batch for decode and one call per prompt chunk."""
+
+    def __init__(
+        self, model: LoadedModel, kv: KVCache, decode: list[Rows], prefill: list[Rows]
+    ) -> None:
+        self.kv, self.scale = kv, model.config.head_dim**-0.5
+        size = kv.block_size
+        self.slots = torch.tensor(
+            [x for r in (*decode, *prefill) for x in slot_ids(r.table, r.start, len(r.tokens), size)]
+        )
+        self.decode_rows = len(decode)
+        if decode:
+            longest = max(r.start // size + 1 for r in decode)
+            # block 0 is never written: padding reads zeros
+            tables = [[*r.table[: r.start // size + 1]] for r in decode]
+            self.tables = torch.tensor([t + [0] * (longest - len(t)) for t in tables])
+            last = torch.tensor([r.start for r in decode])
+            future = torch.arange(longest * size)[None, :] > last[:, None]
+            self.mask = torch.zeros(future.shape).masked_fill_(future, NEG_INF)[:, None, None, :]
+        self.prefill = [(r, torch.tensor(r.table[: (r.start + len(r.tokens) - 1) // size + 1])) for r in prefill]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.kv.write(layer, self.slots, k, v)
+        parts = [self._decode(layer, q[: self.decode_rows])] if self.decode_rows else []
+        row = self.decode_rows
+        for rows, table in self.prefill:
+            count = len(rows.tokens)
+            parts.append(self._chunk(layer, q[row : row + count], table, rows.start))
+            row += count
+        return torch.cat(parts)
+
+    def _decode(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self.kv.gather(layer, self.tables)  # [B, S, Hk, D]
+        batch, _, kv_heads, dim = keys.shape
+        grouped = q.float().view(batch, kv_heads, -1, dim) * self.scale
+        scores = grouped @ keys.float().permute(0, 2, 3, 1) + self.mask
+        return (scores.softmax(-1) @ values.float().permute(0, 2, 1, 3)).reshape(batch, -1).to(q.dtype)
+
+    def _chunk(self, layer: int, q: Tensor, table: Tensor, start: int) -> Tensor:
+        count, heads, dim = q.shape
+        keys, values = self.kv.gather(layer, table)
+        end = start + count
+        k, v = keys[:end].float().permute(1, 2, 0), values[:end].float().permute(1, 0, 2)
+        kv_heads = k.shape[0]
+        grouped = (q.float() * self.scale).view(count, kv_heads, -1, dim).permute(1, 2, 0, 3)
+        scores = (grouped.reshape(kv_heads, -1, dim) @ k).view(kv_heads, -1, count, end)
+        future = torch.ones(count, count, dtype=torch.bool).triu(1)
+        scores[..., start:].masked_fill_(future, NEG_INF)
+        mixed = scores.softmax(-1).view(kv_heads, -1, end) @ v
+        return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)

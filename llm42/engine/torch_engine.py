@@ -1,0 +1,313 @@
+"""The embedded fast path: continuous batching over paged KV, chunked prefill, streaming, abort, rollback.
+
+`step()` is the whole loop: take commands, schedule, run, sample, report. It is written in the same shape as the
+verifier's; the difference is that here shapes follow the load.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.cpu import cpu_operators
+from kernels.operators import Operators
+from llm42.cache import BlockPool, KVCache
+from llm42.config import EngineSettings, engine_threads
+from llm42.engine.base import EngineLoad, EngineOutput, Sink
+from llm42.engine.batch import BatchRunner, Rows
+from llm42.models.weights import LoadedModel
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
+from llm42.sampling import draw, token_logprob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in the engine: KV is written for tokens[:computed] in `blocks`; the rest is to be computed."""
+
+    request: Request
+    sink: Sink
+    limit: int
+    tokens: list[int]
+    epoch: int = 0
+    computed: int = 0
+    parked: bool = False
+    """Waits for a rollback or an abort after an end-of-text candidate."""
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def runnable(self) -> bool:
+        """Whether it may decode another token now."""
+        return not self.parked and self.output_len < self.limit
+
+
+class TorchEngine:
+    """Implements llm42.engine.base.Engine on the project's own decoder."""
+
+    def __init__(self, model: LoadedModel, settings: EngineSettings, ops: Operators | None = None) -> None:
+        self.model, self.settings = model, settings
+        config, blocks = model.config, -(-settings.kv_tokens // settings.block_size) + 1
+        kv_shape = (config.num_layers, blocks, settings.block_size, config.num_kv_heads, config.head_dim)
+        self._kv = KVCache(*kv_shape, dtype=model.dtype, device=model.device)
+        self._pool = BlockPool(blocks, settings.block_size)
+        self._zero_block = self._pool.acquire(1)  # stays zero: padding of block tables
+        assert self._zero_block == [0]
+        self._runner = BatchRunner(model, ops or cpu_operators(), self._kv)
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: dict[str, Running] = {}
+        self._running: list[Running] = []
+        self._waiting: list[Running] = []
+        self._preemptions = self._steps = 0
+        self._corrupt = random.Random(0)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    # ---- any thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> TorchEngine:
+        """Starts the loop's thread."""
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends the loop; requests still running get an error output."""
+        self._closed = True
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop's thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is gone."""
+        if self._closed or (self._thread is not None and not self._thread.is_alive()):
+            raise Overloaded("the engine is not running")
+        needed = len(request.prompt) + request.max_tokens
+        if needed > (self._pool.num_blocks - 1) * self.settings.block_size:
+            raise RequestRejected(
+                f"prompt and max_tokens need {needed} tokens of KV cache; this server has "
+                f"{(self._pool.num_blocks - 1) * self.settings.block_size} (engine.kv_tokens)",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        self._commands.put(lambda: self._enter(Running(request, sink, limit, list(request.prompt))))
+
+    def extend(self, request_id: str, limit: int) -> None:
+        """Renews the lookahead bound."""
+        self._commands.put(lambda: self._extend(request_id, limit))
+
+    def rollback(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        """Cuts the request to exactly `output` and goes on from there."""
+        self._commands.put(lambda: self._roll_back(request_id, output, epoch, limit))
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request and frees its KV."""
+        self._commands.put(lambda: self._leave(request_id))
+
+    def load(self) -> EngineLoad:
+        """The present load."""
+        pool, size = self._pool, self.settings.block_size
+        return EngineLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_used=(pool.held - 1) * size,
+            kv_total=(pool.num_blocks - 1) * size,
+            kv_cached=pool.cached * size,
+            preemptions=self._preemptions,
+            steps=self._steps,
+        )
+
+    # ---- commands, engine thread -------------------------------------------------------------------------------
+
+    def _enter(self, running: Running) -> None:
+        self._requests[running.request.request_id] = running
+        self._waiting.append(running)
+
+    def _extend(self, request_id: str, limit: int) -> None:
+        running = self._requests.get(request_id)
+        if running is not None:
+            running.limit = limit
+
+    def _roll_back(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        running = self._requests.get(request_id)
+        if running is None:
+            return
+        tokens = [*running.request.prompt, *output]
+        same = 0
+        for a, b in zip(running.tokens, tokens, strict=False):
+            if a != b:
+                break
+            same += 1
+        running.tokens, running.epoch, running.limit, running.parked = tokens, epoch, limit, False
+        # the last token's row is always computed: its logits give the next candidate
+        running.computed = min(running.computed, same, len(tokens) - 1)
+
+    def _leave(self, request_id: str) -> None:
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            self._free(running)
+            for group in (self._running, self._waiting):
+                if running in group:
+                    group.remove(running)
+
+    def _free(self, running: Running) -> None:
+        """Gives the blocks back; what was completely written stays findable as a prefix."""
+        self._pool.publish_prefix(running.tokens, running.blocks, running.keys, running.computed)
+        self._pool.release(running.blocks)
+        running.blocks, running.keys, running.computed = [], [], 0
+
+    # ---- the loop ----------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        torch.set_num_threads(engine_threads(self.settings))
+        try:
+            while not self._closed:
+                if not self.step():
+                    command = self._commands.get()
+                    if command is not None:
+                        command()
+        except Exception:
+            log.exception("the engine's loop failed")
+        finally:
+            for running in list(self._requests.values()):
+                self._report(running, error="the engine stopped")
+
+    def step(self) -> bool:
+        """One fast step; False when there is nothing to do."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        decode, prefill = self._schedule()
+        if not decode and not prefill:
+            return False
+        chunks = [(r, self._chunk(r, n)) for r, n in (*((r, 1) for r in decode), *prefill)]
+        rows = self._runner.step([c for _, c in chunks[: len(decode)]], [c for _, c in chunks[len(decode) :]])
+        self._steps += 1
+        for (running, chunk), logits in zip(chunks, rows, strict=True):
+            running.computed += len(chunk.tokens)
+            if running.computed == len(running.tokens):
+                self._sample(running, logits)
+        return True
+
+    def _schedule(self) -> tuple[list[Running], list[tuple[Running, int]]]:
+        """Decode rows of everyone who may go on, then prompt chunks up to the budget, oldest first."""
+        while self._waiting and len(self._running) < self.settings.max_batch:
+            if not self._admit(self._waiting[0]):
+                break
+            self._running.append(self._waiting.pop(0))
+        decode: list[Running] = []
+        prefill: list[tuple[Running, int]] = []
+        budget = self.settings.prefill_chunk
+        for running in list(self._running):
+            if running not in self._running or not running.runnable:
+                continue  # preempted meanwhile, or held
+            pending = len(running.tokens) - running.computed
+            count = 1 if pending == 1 else min(pending, budget)
+            if count == 0 or not self._reserve(running, running.computed + count):
+                continue
+            if pending == 1:
+                decode.append(running)
+            else:
+                prefill.append((running, count))
+                budget -= count
+        alive = [id(r) for r in self._running]  # a later reservation may have preempted an earlier entry
+        return [r for r in decode if id(r) in alive], [(r, n) for r, n in prefill if id(r) in alive]
+
+    def _admit(self, running: Running) -> bool:
+        """Looks up the prompt's cached prefix; a request enters when its known tokens fit."""
+        blocks, keys = self._pool.match(running.tokens[:-1])
+        missing = -(-(len(running.tokens) + 1) // self.settings.block_size) - len(blocks)
+        if missing > self._pool.available:
+            self._pool.release(blocks)
+            return False
+        running.blocks, running.keys = blocks, keys
+        running.computed = len(blocks) * self.settings.block_size
+        return True
+
+    def _reserve(self, running: Running, length: int) -> bool:
+        """Blocks for `length` tokens, preempting the youngest others if needed."""
+        missing = -(-length // self.settings.block_size) - len(running.blocks)
+        while missing > self._pool.available:
+            victim = self._running[-1]
+            if victim is running:
+                return False  # the youngest waits for the older ones to end
+            self._preempt(victim)
+        if missing > 0:
+            running.blocks += self._pool.acquire(missing)
+        return True
+
+    def _preempt(self, victim: Running) -> None:
+        """Frees a request's KV; it is recomputed when its turn comes again."""
+        self._preemptions += 1
+        self._free(victim)
+        self._running.remove(victim)
+        self._waiting.insert(0, victim)
+
+    def _chunk(self, running: Running, count: int) -> Rows:
+        start = running.computed
+        return Rows(running.tokens[start : start + count], start, running.blocks)
+
+    def _sample(self, running: Running, logits: torch.Tensor) -> None:
+        request = running.request
+        token = draw(logits, request.sampling, running.tokens, len(request.prompt))
+        if token is None:
+            if not request.deterministic:
+                self._kv.fill(running.blocks, 0.0)  # no NaN may stay behind in blocks others will get
+                running.computed = 0
+                self._report(running, error="the model's logits hold NaN for this request")
+                self._leave(request.request_id)
+                return
+            token = 0  # any proposal will do: the verifier decides, and reports NaN itself
+        token = self._plant(running, token)
+        lp = None
+        if request.num_logprobs is not None and not request.deterministic:
+            lp = token_logprob(logits, token, request.num_logprobs)
+        running.tokens.append(token)
+        ended = token in request.stop_token_ids
+        if request.deterministic:
+            running.parked = ended
+            self._report(running, token)
+            return
+        full = running.output_len >= request.max_tokens
+        finish = FinishReason.STOP if ended else FinishReason.LENGTH if full else None
+        self._report(running, token, () if lp is None else (lp,), finish)
+        if finish is not None:
+            self._leave(request.request_id)
+
+    def _plant(self, running: Running, token: int) -> int:
+        """Test plant `engine.corrupt_share`: a wrong candidate now and then, in deterministic requests only."""
+        share = self.settings.corrupt_share
+        if running.request.deterministic and share and self._corrupt.random() < share:
+            return (token + 1 + self._corrupt.randrange(1000)) % self.model.config.vocab_size
+        return token
+
+    def _report(
+        self,
+        running: Running,
+        token: int | None = None,
+        logprobs: tuple = (),
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        tokens = () if token is None else (token,)
+        start = running.output_len - len(tokens)
+        request_id = running.request.request_id
+        running.sink(EngineOutput(request_id, running.epoch, start, tokens, logprobs, finish, error))

@@ -1,0 +1,173 @@
+"""The decode-verify-rollback session of one deterministic request: a state machine without clocks, threads or I/O.
+
+Events go in (`candidates`, `commit`), actions come out. Nothing but `commit` adds to `committed`, and only committed
+tokens are ever emitted. Which window is sent when depends on timing; what a window's answer is does not, so the
+output is a function of the request and the verifier's fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llm42.config import SessionSettings
+from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Committed tokens for the client, with their log-probabilities."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The fast path must continue from exactly these output tokens."""
+
+    output: tuple[int, ...]
+    epoch: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """The fast path may decode up to output token number `limit`."""
+
+    limit: int
+
+
+Action = Emit | Rollback | Extend
+
+
+@dataclass(slots=True)
+class Session:
+    """State of one request. Times are seconds on the caller's clock."""
+
+    request: Request
+    settings: SessionSettings
+    last_commit: float
+    committed: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    """Candidates after `committed` that wait for verification (the window in flight included)."""
+    epoch: int = 0
+    in_flight: Window | None = None
+    finish: FinishReason | None = None
+    target: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+    _fast: int = 0
+    """Output tokens the fast path has reported in this epoch and that agree with `committed` and `proposed`."""
+
+    def __post_init__(self) -> None:
+        self.target = self.settings.start_window
+
+    @property
+    def limit(self) -> int:
+        """Up to which output token the fast path may decode now."""
+        return min(len(self.committed) + self.settings.lookahead, self.request.max_tokens)
+
+    def candidates(self, epoch: int, start: int, tokens: Sequence[int]) -> list[Action]:
+        """Tokens from the fast path, `tokens[i]` being output token `start + i`; a stale epoch is ignored."""
+        if epoch != self.epoch or self.finish:
+            return []
+        assert start == self._fast, f"fast path skipped from output token {self._fast} to {start}"
+        self.stats.candidate_tokens += len(tokens)
+        for token in tokens:
+            if self._fast < len(self.committed):  # a bonus token came before the fast path's own
+                if token != self.committed[self._fast]:
+                    return [self._roll_back(lost=1)]
+            else:
+                self.proposed.append(token)
+            self._fast += 1
+        return []
+
+    def due(self, now: float) -> Window | None:
+        """The window to send now, or None; the caller must send what it gets."""
+        if self.in_flight or self.finish or not self.proposed:
+            return None
+        length, closed = self._window_length()
+        late = now - self.last_commit >= self.settings.commit_deadline_s
+        if not (length >= self.target or closed or late):
+            return None
+        self.in_flight = Window(
+            self.request.request_id,
+            (*self.request.prompt, *self.committed),
+            len(self.request.prompt),
+            tuple(self.proposed[:length]),
+            self.request.sampling,
+            self.request.num_logprobs or 0,
+        )
+        self.stats.windows += 1
+        return self.in_flight
+
+    def deadline(self) -> float | None:
+        """When `due` should be asked again if nothing happens; None while that would not help."""
+        if self.in_flight or self.finish or not self.proposed:
+            return None
+        return self.last_commit + self.settings.commit_deadline_s
+
+    def commit(self, commit: Commit, now: float) -> list[Action]:
+        """The answer to the window in flight."""
+        window = self.in_flight
+        assert window is not None, "a commit without a window in flight"
+        if commit.request_id != window.request_id or commit.base != len(window.tokens):
+            raise ValueError(f"commit for {commit.request_id}@{commit.base} does not answer this session's window")
+        self.in_flight, self.last_commit = None, now
+        accepted, sent = commit.accepted, len(window.candidates)
+        emit = self._append((*window.candidates[:accepted], commit.next_token), commit.logprobs)
+        self._adapt(commit, sent)
+        del self.proposed[:accepted]
+        if accepted < sent:
+            actions: list[Action] = [emit, self._roll_back(lost=len(self.proposed))]
+        elif self.proposed and self.proposed[0] != commit.next_token and not self.finish:
+            actions = [emit, self._roll_back(lost=len(self.proposed))]
+        else:
+            del self.proposed[:1]  # the bonus token is what the fast path decoded, or it has not got there yet
+            actions = [emit, Extend(self.limit)]
+        return actions[:1] if self.finish else actions
+
+    def stop(self, reason: FinishReason = FinishReason.STOP) -> None:
+        """Ends the session from outside: a stop string in the committed text, or the client is gone."""
+        self.finish = self.finish or reason
+
+    def _window_length(self) -> tuple[int, bool]:
+        """How many candidates to send, and whether waiting for more is pointless: the output may end there, or the
+        fast path is at its lookahead bound."""
+        length = min(len(self.proposed), self.settings.max_window)
+        for i, token in enumerate(self.proposed[:length]):
+            if token in self.request.stop_token_ids:
+                return i + 1, True
+        return length, len(self.committed) + len(self.proposed) >= self.limit
+
+    def _append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Emit:
+        """Adds verified tokens until the output ends; what lies beyond the end is dropped."""
+        used = 0
+        for token in tokens:
+            self.committed.append(token)
+            used += 1
+            if token in self.request.stop_token_ids:
+                self.finish = FinishReason.STOP
+            elif len(self.committed) >= self.request.max_tokens:
+                self.finish = FinishReason.LENGTH
+            if self.finish:
+                break
+        self.stats.verified_tokens += used
+        return Emit(tuple(tokens[:used]), tuple(logprobs[:used]))
+
+    def _roll_back(self, lost: int) -> Rollback:
+        self.stats.rollbacks += 1
+        self.stats.rolled_back_tokens += lost
+        self.proposed.clear()
+        self.epoch += 1
+        self._fast = len(self.committed)
+        return Rollback(tuple(self.committed), self.epoch, self.limit)
+
+    def _adapt(self, commit: Commit, sent: int) -> None:
+        """Doubles the target length after a full match, or when the verifier's queue is what commits wait for;
+        halves it after a mismatch. Lengths of 2^k - 1 candidates make windows of 2^k rows."""
+        full = commit.accepted == sent
+        if full or commit.timings.queue_s > self.settings.commit_deadline_s:
+            self.target = min(self.settings.max_window, 2 * self.target + 1)
+        else:
+            self.target = max(self.settings.min_window, self.target // 2)
