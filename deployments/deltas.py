@@ -1,0 +1,103 @@
+"""Streams of deltas: joining neighbours, sending at most every so often, interleaving choices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
+
+from llm42.protocol import Delta
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """Neighbouring pieces of one output as one; finish reason and statistics are the last one's."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return Delta(
+        token_ids=tuple(t for d in deltas for t in d.token_ids),
+        text="".join(d.text for d in deltas),
+        logprobs=tuple(p for d in deltas for p in d.logprobs),
+        token_texts=tuple(t for d in deltas for t in d.token_texts),
+        finish_reason=last.finish_reason,
+        fingerprint=next((d.fingerprint for d in reversed(deltas) if d.fingerprint), None),
+        stats=last.stats,
+    )
+
+
+async def coalesce(source: AsyncIterator[Delta], interval_s: float) -> AsyncGenerator[Delta, None]:
+    """Passes deltas on at most once per interval, joined; the first and the last are never held back.
+
+    The source is read ahead (its memory is bounded by max_tokens) and closed when this generator is closed.
+    """
+    buffer: list[Delta] = []
+    arrived, done = asyncio.Event(), asyncio.Event()
+
+    async def read() -> None:
+        try:
+            async for delta in source:
+                buffer.append(delta)
+                arrived.set()
+        finally:
+            done.set()
+            arrived.set()
+
+    reader = asyncio.create_task(read())
+    try:
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            if buffer:
+                ready, buffer[:] = merge(buffer), []
+                yield ready
+            elif done.is_set():
+                break
+            with suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), interval_s)
+            if done.is_set():
+                arrived.set()
+        await reader  # raises what the source raised
+    finally:
+        await _end(reader)
+        await _close(source)
+
+
+async def interleave(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(index, delta) of several streams as they come; the first error ends all of them."""
+    queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=len(sources))
+
+    async def pump(index: int, source: AsyncIterator[Delta]) -> None:
+        try:
+            async for delta in source:
+                await queue.put((index, delta))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(sources)]
+    open_streams = len(sources)
+    try:
+        while open_streams:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield index, item
+    finally:
+        for task, source in zip(tasks, sources, strict=True):
+            await _end(task)
+            await _close(source)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancels a task if it still runs and waits for it, whatever it ends with."""
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def _close(source: AsyncIterator[Delta]) -> None:
+    """Closes an async generator, which aborts the request behind it."""
+    if isinstance(source, AsyncGenerator):
+        await source.aclose()

@@ -1,0 +1,114 @@
+"""Every error leaves in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
+
+RETRY_AFTER_S = {429: 1, 503: 5}
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ModelNotFound(RequestRejected):
+    """The request names a model that is not served (HTTP 404)."""
+
+    def __init__(self, name: str, served: str) -> None:
+        super().__init__(f"The model '{name}' is not served here; this server has '{served}'.", "model")
+        self.code = "model_not_found"
+
+
+class BodyTooLarge(RequestRejected):
+    """The body is longer than the server reads (HTTP 413)."""
+
+
+class ServiceUnavailable(LLM42Error):
+    """No fast-path replica answers (HTTP 503 with Retry-After)."""
+
+    code = "service_unavailable"
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error; 500 for anything that is not ours."""
+    for kind, status in (
+        (ModelNotFound, 404),
+        (BodyTooLarge, 413),
+        (RequestRejected, 400),
+        (Overloaded, 429),
+        (VerifierUnavailable, 503),
+        (ServiceUnavailable, 503),
+    ):
+        if isinstance(error, kind):
+            return status
+    return 500
+
+
+def error_object(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The JSON value of an error."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """(HTTP status, JSON value) of an exception; internals of unexpected ones stay in the log."""
+    status = status_of(error)
+    if isinstance(error, LLM42Error):
+        return status, error_object(str(error), status, getattr(error, "param", None), error.code)
+    return status, error_object(
+        "The server failed to answer; its log has the cause.", 500, None, "internal_error"
+    )
+
+
+def respond(status: int, body: dict[str, Any]) -> Response:
+    """The error as a response, with Retry-After where waiting helps."""
+    retry = RETRY_AFTER_S.get(status)
+    return JSONResponse(body, status, headers={"Retry-After": str(retry)} if retry else None)
+
+
+def from_exception(error: Exception) -> Response:
+    """The response of an exception."""
+    return respond(*describe(error))
+
+
+def sse_error(error: Exception) -> str:
+    """The event that ends a stream which has already begun."""
+    return f"data: {json.dumps(describe(error)[1])}\n\n"
+
+
+async def on_validation_error(_: Request, error: Exception) -> Response:
+    """FastAPI's 422 becomes a 400 that names the field."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return respond(400, error_object("The body is not valid JSON.", 400, None, "invalid_json"))
+    where = [str(part) for part in first["loc"] if part != "body"]
+    param = where[0] if where else None
+    message = first["msg"].removeprefix("Value error, ")
+    text = f"{param}: {message}" if param else message
+    return respond(400, error_object(text, 400, param, "invalid_value"))
+
+
+async def on_http_exception(_: Request, error: Exception) -> Response:
+    """Unknown paths, wrong methods, unreadable bodies."""
+    assert isinstance(error, HTTPException)
+    return respond(error.status_code, error_object(str(error.detail), error.status_code))
+
+
+async def on_error(_: Request, error: Exception) -> Response:
+    """Our typed errors, and 500 for the rest."""
+    return from_exception(error)

@@ -1,0 +1,176 @@
+"""The HTTP surface as a plain FastAPI application over a `Backend`; it knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+
+from deployments import errors
+from deployments.asgi import BodyLimit, ClientGone, EventStream, until_disconnect
+from deployments.deltas import interleave
+from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
+from deployments.render import Renderer
+from deployments.translate import Plan, plan
+from llm42 import __version__
+from llm42.config import Settings
+from llm42.protocol import Delta, Request
+from llm42.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+Pieces = AsyncGenerator[tuple[int, Delta], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a fast-path replica knows: its own engine, and the verifiers it can reach."""
+
+    serving: bool
+    verifiers_ready: int = 0
+    verifiers: int = 0
+    fingerprint: str | None = None
+    detail: str = ""
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    kv_total: int = 0
+    verifier_states: tuple[str, ...] = field(default=())
+
+
+class Backend(Protocol):
+    """Where answers come from."""
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
+        ...
+
+    async def status(self) -> Status:
+        """Answers within a second or two, whatever is going on."""
+        ...
+
+
+def create_app(settings: Settings, tokenizer: Tokenizer, backend: Backend) -> FastAPI:
+    """The application; every reply and error is in OpenAI's shape."""
+    app = FastAPI(title="LLM-42", version=__version__, docs_url="/docs", redoc_url=None)
+    app.add_exception_handler(RequestValidationError, errors.on_validation_error)
+    app.add_exception_handler(HTTPException, errors.on_http_exception)
+    app.add_exception_handler(Exception, errors.on_error)
+    service = _Service(settings, tokenizer, backend)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        return await service.answer(body, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
+        return await service.answer(body, http)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return service.models()
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != settings.model.name:
+            return errors.from_exception(errors.ModelNotFound(name, settings.model.name))
+        return JSONResponse(service.models()["data"][0])
+
+    @app.get("/health")
+    async def health() -> Response:
+        return await service.health()
+
+    app.add_middleware(BodyLimit)
+    return app
+
+
+class _Service:
+    """The handlers' logic."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, backend: Backend) -> None:
+        self._settings, self._tokenizer, self._backend = settings, tokenizer, backend
+        self._started = int(time.time())
+
+    def models(self) -> dict[str, Any]:
+        """OpenAI's list of models; here always one."""
+        entry = {
+            "id": self._settings.model.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "llm42",
+            "max_model_len": self._settings.model.max_model_len,
+        }
+        return {"object": "list", "data": [entry]}
+
+    async def health(self) -> Response:
+        """200 while the fast path serves; `deterministic` says whether verified answers are to be had too."""
+        status = await self._backend.status()
+        ready = status.serving and status.verifiers_ready > 0
+        word = "ok" if ready else "best_effort_only" if status.serving else "unavailable"
+        body = {"status": word, "deterministic": ready, "version": __version__, **asdict(status)}
+        return JSONResponse(body, 200 if status.serving else 503)
+
+    async def answer(self, body: GenerationBody, http: HttpRequest) -> Response:
+        """One generation request, whole or streamed. Errors before the first token have an HTTP status."""
+        try:
+            # Templates and tokenisers take milliseconds per long prompt: other streams must not wait.
+            made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer)
+            pieces = interleave([self._backend.generate(r) for r in made.requests])
+            renderer = Renderer(made, self._settings.model.name, self._tokenizer)
+            if made.stream:
+                first = await until_disconnect(http, _first(pieces))
+                return EventStream(_events(made, renderer, first, pieces))
+            reply = await until_disconnect(http, _whole(renderer, pieces))
+            return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
+        except ClientGone:
+            return Response(status_code=499)  # nobody reads it; the access log does
+        except Exception as error:
+            if errors.status_of(error) == 500:
+                log.exception("a request failed")
+            return errors.from_exception(error)
+
+
+async def _first(pieces: Pieces) -> tuple[int, Delta] | None:
+    """The first piece; when that fails or is cancelled, the stream is closed."""
+    try:
+        return await anext(pieces, None)
+    except BaseException:
+        await pieces.aclose()
+        raise
+
+
+async def _whole(renderer: Renderer, pieces: Pieces) -> dict[str, Any]:
+    async with aclosing(pieces):
+        async for index, delta in pieces:
+            renderer.add(index, delta)
+    return renderer.reply()
+
+
+async def _events(
+    made: Plan, renderer: Renderer, first: tuple[int, Delta] | None, pieces: Pieces
+) -> AsyncGenerator[str, None]:
+    """Server-sent events: chunks, then usage if asked for, or one error event; `[DONE]` always comes last."""
+    async with aclosing(pieces):
+        try:
+            item = first
+            while item is not None:
+                if (event := renderer.chunk(*item)) is not None:
+                    yield event
+                item = await anext(pieces, None)
+            if made.include_usage:
+                yield renderer.usage_chunk()
+        except Exception as error:
+            if errors.status_of(error) == 500:
+                log.exception("a stream failed")
+            yield errors.sse_error(error)
+        yield "data: [DONE]\n\n"

@@ -1,0 +1,219 @@
+"""From a validated body to protocol requests: tokens, sampling, seeds, limits. Pure; runs in the ingress."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from deployments.errors import ModelNotFound
+from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
+from llm42.config import Settings
+from llm42.protocol import Request, RequestRejected, SamplingParams
+from llm42.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens on /v1/completions; chat defaults to what the context leaves."""
+
+MAX_PROMPTS = 64
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One HTTP request: the choices to generate, and what the renderer has to know."""
+
+    id: str
+    created: int
+    chat: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    num_logprobs: int | None
+    deterministic: bool
+    seed: int
+    prompts: tuple[tuple[int, ...], ...]
+    requests: tuple[Request, ...] = field(repr=False)
+    """Choice i is requests[i]: the n choices of the first prompt, then those of the second, ..."""
+
+
+def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan:
+    """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served."""
+    if body.model != settings.model.name:
+        raise ModelNotFound(body.model, settings.model.name)
+    if (name := body.unsupported()) is not None:
+        raise RequestRejected(
+            f"'{name}' is not supported with this value. It would change the output, so it is not ignored.",
+            name,
+        )
+    deterministic = body.wants_determinism(settings.server.deterministic_default)
+    seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
+    prompts = _prompts(body, tokenizer)
+    chat = isinstance(body, ChatBody)
+    unique = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+    requests: list[Request] = []
+    for prompt in prompts:
+        max_tokens = _max_tokens(body, len(prompt), settings.model.max_model_len)
+        for choice in range(body.n or 1):
+            requests.append(
+                Request(
+                    request_id=f"{unique}-{len(requests)}",
+                    prompt=prompt,
+                    max_tokens=max_tokens,
+                    sampling=_sampling(body, choice_seed(seed, choice), tokenizer),
+                    deterministic=deterministic,
+                    stop=_stops(body),
+                    stop_token_ids=_stop_ids(body, tokenizer),
+                    include_stop=bool(body.include_stop_str_in_output),
+                    num_logprobs=_num_logprobs(body),
+                )
+            )
+    return Plan(
+        id=unique,
+        created=int(time.time()),
+        chat=chat,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_token_ids=bool(body.return_token_ids),
+        num_logprobs=_num_logprobs(body),
+        deterministic=deterministic,
+        seed=seed,
+        prompts=prompts,
+        requests=tuple(requests),
+    )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The unsigned 64-bit seed of one of n choices: the request's own for choice 0, else derived."""
+    if choice == 0:
+        return seed & _SEED_MASK
+    return int.from_bytes(hashlib.sha256(f"llm42:{seed}:{choice}".encode()).digest()[:8], "little")
+
+
+def _base_seed(given: int | None, deterministic: bool, default: int) -> int:
+    if given is not None:
+        return given
+    return default if deterministic else secrets.randbits(53)  # exact in a client's double
+
+
+def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Prompts as token ids, each not empty and inside the vocabulary."""
+    if isinstance(body, ChatBody):
+        text = tokenizer.apply_chat_template([m.for_template() for m in body.messages])
+        raw, param = [tokenizer.encode(text)], "messages"
+    else:
+        assert isinstance(body, CompletionBody)
+        raw, param = _completion_prompts(body, tokenizer), "prompt"
+    if not 0 < len(raw) <= MAX_PROMPTS:
+        raise RequestRejected(f"{param}: between 1 and {MAX_PROMPTS} prompts are needed.", param)
+    for ids in raw:
+        if not ids:
+            raise RequestRejected(f"{param}: an empty prompt cannot be continued.", param)
+        if max(ids) >= tokenizer.vocab_size:
+            raise RequestRejected(
+                f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",
+                param,
+            )
+    return tuple(tuple(ids) for ids in raw)
+
+
+def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [_encode(prompt, tokenizer)]
+    ids = [p for p in prompt if isinstance(p, int)]
+    if ids:
+        return [ids]
+    return [
+        _encode(p, tokenizer) if isinstance(p, str) else list(p) for p in prompt if not isinstance(p, int)
+    ]
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
+    return tokenizer.encode(text, add_special=True) if text else []
+
+
+def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
+    """The output limit; the prompt and the output together must fit the context."""
+    room = context - prompt_len
+    param = "messages" if isinstance(body, ChatBody) else "prompt"
+    if room < 1:
+        raise RequestRejected(
+            f"The prompt has {prompt_len} tokens, which leaves no room in the context of {context}.",
+            param,
+            "context_length_exceeded",
+        )
+    asked = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked = body.max_completion_tokens
+    if asked is None:
+        asked = room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked > room:
+        raise RequestRejected(
+            f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}.",
+            "max_tokens",
+            "context_length_exceeded",
+        )
+    if (body.min_tokens or 0) > asked:
+        raise RequestRejected(f"min_tokens {body.min_tokens} is above max_tokens {asked}.", "min_tokens")
+    return asked
+
+
+def _stops(body: GenerationBody) -> tuple[str, ...]:
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
+    ids = list(body.stop_token_ids or ())
+    for token in ids:
+        if token >= tokenizer.vocab_size:
+            raise RequestRejected(f"stop_token_ids: {token} is outside the vocabulary.", "stop_token_ids")
+    if not body.ignore_eos:
+        ids += tokenizer.eos_token_ids
+    return tuple(dict.fromkeys(ids))
+
+
+def _num_logprobs(body: GenerationBody) -> int | None:
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    return body.logprobs
+
+
+def _sampling(body: GenerationBody, seed: int, tokenizer: Tokenizer) -> SamplingParams:
+    """OpenAI's defaults: temperature 1, everything else neutral. top_k -1 is vLLM's way to write 0 (off)."""
+    banned = (
+        tuple(dict.fromkeys((*_stop_ids(body, tokenizer), *tokenizer.eos_token_ids)))
+        if body.min_tokens
+        else ()
+    )
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        seed=seed,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias, tokenizer.vocab_size),
+        min_tokens=body.min_tokens or 0,
+        min_tokens_banned=banned,
+    )
+
+
+def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Pairs in rising id order, so that the JSON object's order cannot matter."""
+    pairs: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        if not (key.isascii() and key.isdecimal() and int(key) < vocab_size) or int(key) in pairs:
+            raise RequestRejected(
+                f"logit_bias: '{key}' is not a token id of the vocabulary (or names one twice).", "logit_bias"
+            )
+        pairs[int(key)] = value
+    return tuple(sorted(pairs.items()))
