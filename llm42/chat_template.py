@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in a sandbox, with a fixed date so that a prompt does not depend on the day it is rendered."""
+"""Chat templates: Jinja in a sandbox, with a fixed date: a prompt must not depend on the day of rendering."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-"""What templates that ask for today's date get: a reply must be reproducible tomorrow. The date that Llama 3's own
-template falls back to. A client that wants another one passes it in the messages."""
+"""What templates that ask for today's date get: a reply must be reproducible tomorrow. It is the date that
+Llama 3's own template falls back to. A client that wants another one says so in the messages."""
 
 
 class ChatTemplate:
-    """One compiled template. `special` are the token strings that templates may use (bos_token, eos_token, ...)."""
+    """One compiled template. `special`: the token strings that templates may use (bos_token, ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(

@@ -95,7 +95,8 @@ class Tokenizer:
 class Detokenizer:
     """Text of a growing sequence: releases whole characters only, and never takes one back.
 
-    The concatenation of all `push` results and `flush` equals `Tokenizer.decode` of all ids, for any cut into pushes.
+    The concatenation of all `push` results and `flush` equals `Tokenizer.decode` of all ids, however they
+    are cut into pushes.
     Work is O(1) amortised per token. Cheap to copy (`copy.copy`).
     """
 
@@ -103,7 +104,7 @@ class Detokenizer:
         self._pieces = tokenizer._pieces
         self._skip = tokenizer._special_ids if skip_special else frozenset[int]()
         self._held = b""
-        """Bytes that may still become a character (byte-level), or the current run of byte tokens (byte fallback)."""
+        """Bytes that may still become a character; with byte fallback, the current run of byte tokens."""
         self._strip = self._pieces.strip
         """Spaces still to be removed at the very start of the text."""
 
@@ -151,7 +152,7 @@ class Detokenizer:
 
 
 def _byte_run(run: bytes) -> str:
-    """A run of byte-fallback tokens: text if the whole run is UTF-8, else one U+FFFD per byte (as `tokenizers` does)."""
+    """A run of byte-fallback tokens: text if all of it is UTF-8, else one U+FFFD per byte, as upstream."""
     try:
         return run.decode()
     except UnicodeDecodeError:

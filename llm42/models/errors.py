@@ -6,7 +6,7 @@ from llm42.protocol import LLM42Error
 
 
 class UnsupportedModel(LLM42Error):
-    """The model's mathematics is not (fully) implemented; `field` names the configuration field that says so."""
+    """The model's mathematics is not (fully) implemented; `field` names the configuration field."""
 
     code = "unsupported_model"
 

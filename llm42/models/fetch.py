@@ -31,7 +31,7 @@ class FetchFailed(LLM42Error):
 def fetch_smollm2(target_dir: str | Path = DEFAULT_DIR) -> Path:
     """Returns the path of the model file in `target_dir`, downloading about 90 MB when it is not there.
 
-    The file appears under its final name only when it is complete and its checksum is right. Raises FetchFailed.
+    The file appears under its final name only when it is complete and its checksum right. Raises FetchFailed.
     """
     directory = Path(target_dir)
     target = directory / FILE_NAME

@@ -1,7 +1,7 @@
-"""GGUF files through the `gguf` library: metadata, configuration, dequantised tensors under Hugging Face names.
+"""GGUF files through the `gguf` library: configuration and dequantised tensors under Hugging Face names.
 
-llama.cpp stores the query and key rows of llama-architecture models interleaved (pairs side by side); `TensorSource`
-undoes that, because kernels/rotary.py uses the half-split layout of Hugging Face checkpoints.
+llama.cpp stores the query and key rows of llama-architecture models interleaved (pairs side by side);
+`GGUFSource` undoes that: kernels/rotary.py uses the half-split layout of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
-class _CheckedReader(GGUFReader):
-    """GGUFReader that names the tensor when the file ends early, and does not take arrays apart item by item."""
+class _CheckedReader(GGUFReader):  # type: ignore[misc,unused-ignore]  # the library ships no types
+    """GGUFReader that names the tensor where the file ends early; arrays are not taken apart item by item."""
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         for field in fields:
@@ -54,7 +54,8 @@ class _CheckedReader(GGUFReader):
             end = start_offs + int(offset[0]) + int(np.prod(dims)) // block * size
             if end > len(self.data):
                 raise ModelFileError(
-                    f"file is truncated: tensor {bytes(name).decode()} ends at byte {end}, the file at {len(self.data)}"
+                    f"file is truncated: tensor {bytes(name).decode()} ends at byte {end},"
+                    f" the file at {len(self.data)}"
                 )
         super()._build_tensors(start_offs, fields)
 
@@ -62,7 +63,9 @@ class _CheckedReader(GGUFReader):
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+            found: tuple[int, list[Any], list[int], list[GGUFValueType]]
+            found = super()._get_field_parts(orig_offs, raw_type)
+            return found
         head, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         item, start = GGUFValueType(int(head[0])), orig_offs + 12
         types = [GGUFValueType.ARRAY, item]

@@ -1,6 +1,6 @@
 """A `tokenizers` tokenizer from GGUF metadata: byte-level BPE ("gpt2") and SentencePiece BPE ("llama").
 
-The pre-tokenizers are those of the models' own tokenizer.json files; GGUF only names them (`tokenizer.ggml.pre`).
+The pre-tokenizers are those of the models' own tokenizer.json; GGUF only names them (`tokenizer.ggml.pre`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "tekken"}
 
 
 def build_tokenizer(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer that `metadata` (keys `tokenizer.ggml.*`) describes. Raises UnsupportedModel naming the key."""
+    """The tokenizer that `metadata` (keys `tokenizer.ggml.*`) describes. UnsupportedModel names the key."""
     get = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}.get
     tokens = get("tokens")
     if not tokens:

@@ -6,15 +6,16 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
-import gguf
-import torch
-
+from llm42.models import families
 from llm42.models import gguf as gguf_files
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.models.errors import ModelFileError
+from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.gguf import GGUFSource
+from llm42.models.safetensors import SafetensorsSource, read_json
 from llm42.models.weights import LoadedModel, assemble
 
 _CHUNK_BYTES = 1 << 22
@@ -23,32 +24,52 @@ _CHUNK_BYTES = 1 << 22
 def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) -> LoadedModel:
     """Reads configuration and weights.
 
-    path: a GGUF file, or a directory with config.json and safetensors. dtype: "bfloat16", "float16" or "float32", the
-    activation dtype, to which all weights are rounded. max_model_len: number of positions in the rotary table.
+    path: a GGUF file, or a directory with config.json and safetensors. dtype: "bfloat16", "float16" or
+    "float32", the activation dtype, to which all weights are rounded. max_model_len: positions in the rotary
+    table.
     Raises ModelFileError (file and tensor named) or UnsupportedModel (field named).
     """
-    source = Path(path)
-    if source.is_dir():
-        raise ModelFileError(f"{source}: Hugging Face directories are not read yet")
-    if not source.is_file():
-        raise ModelFileError(f"{source}: no such file or directory")
-    return _load_gguf(source, activation_dtype(dtype), device, max_model_len)
-
-
-def _load_gguf(path: Path, dtype: torch.dtype, device: str, max_model_len: int) -> LoadedModel:
-    config = gguf_files.read_config(path)
-    source = gguf_files.GGUFSource(path, config)
-    weights = assemble(config, source, dtype, device, max_model_len)
-    dequantiser = f"gguf {_gguf_version()}" if source.quantised else "none"
+    place = Path(path)
+    if not place.exists():
+        raise ModelFileError(f"{place}: no such file or directory")
+    config = read_config(place)
+    if max_model_len > config.max_position:
+        raise UnsupportedModel(
+            f"{place}: max_model_len {max_model_len} is beyond the model's {config.max_position} positions",
+            "max_model_len",
+        )
+    source, files, description, dequantiser = _open(place, config)
     return LoadedModel(
-        config, weights, dtype, device, identity_of(config, [path]), f"GGUF file {path}", dequantiser
+        config=config,
+        weights=assemble(config, source, activation_dtype(dtype), device, max_model_len),
+        dtype=activation_dtype(dtype),
+        device=device,
+        identity=identity_of(config, files),
+        source=description,
+        dequantiser=dequantiser,
     )
 
 
-def _gguf_version() -> str:
-    from importlib.metadata import version
+def read_config(place: Path) -> ModelConfig:
+    """The configuration alone, from a GGUF file or a directory."""
+    if not place.is_dir():
+        return gguf_files.read_config(place)
+    file = place / "config.json"
+    config = families.read_config(read_json(file), str(file))
+    generation = place / "generation_config.json"
+    if generation.is_file() and (value := read_json(generation).get("eos_token_id")) is not None:
+        config = dataclasses.replace(config, eos_token_ids=families.token_ids(value))
+    return config
 
-    return version(gguf.__name__)
+
+def _open(place: Path, config: ModelConfig) -> tuple[GGUFSource | SafetensorsSource, list[Path], str, str]:
+    """(tensors, weight files, description, dequantiser)."""
+    if place.is_dir():
+        source = SafetensorsSource(place)
+        return source, source.files, f"safetensors directory {place}", "none"
+    opened = GGUFSource(place, config)
+    dequantiser = f"gguf {version('gguf')}" if opened.quantised else "none"
+    return opened, [place], f"GGUF file {place}", dequantiser
 
 
 def identity_of(config: ModelConfig, files: Iterable[Path]) -> str:

@@ -62,7 +62,7 @@ class RopeSettings:
         return torch.where(between, blended, scaled)
 
     def _yarn(self, plain: Tensor, head_dim: int) -> Tensor:
-        """A linear ramp over the dimensions between beta_fast and beta_slow rotations of the original context."""
+        """A linear ramp over the dimensions between beta_fast and beta_slow turns in the original context."""
 
         def dimension(rotations: float) -> float:
             ratio = self.original_max_position / (rotations * 2 * math.pi)

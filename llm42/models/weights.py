@@ -113,14 +113,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(config: ModelConfig, source: TensorSource) -> None:
-    """Raises ModelFileError, naming file and tensor, unless the source holds exactly what the configuration needs."""
+    """Raises ModelFileError, naming file and tensor, unless the source holds just what the config needs."""
     expected, found = expected_shapes(config), source.shapes()
     for name, shape in expected.items():
         if name not in found:
             raise ModelFileError(f"{source.where(name)}: tensor {name} is missing")
         if tuple(found[name]) != shape:
             raise ModelFileError(
-                f"{source.where(name)}: tensor {name} has shape {tuple(found[name])}, the configuration says {shape}"
+                f"{source.where(name)}: tensor {name} has shape {tuple(found[name])},"
+                f" the configuration says {shape}"
             )
     for name in found:
         if name not in expected and not _is_redundant(name, config, source):
@@ -130,7 +131,7 @@ def check_tensors(config: ModelConfig, source: TensorSource) -> None:
 
 
 def _is_redundant(name: str, config: ModelConfig, source: TensorSource) -> bool:
-    """True for tensors that carry no information: old rotary buffers, and a tied head that equals the embedding."""
+    """True for tensors without information: old rotary buffers, a tied head that equals the embedding."""
     if name.endswith(".rotary_emb.inv_freq"):
         return True  # recomputed from the configuration; written by old versions of transformers
     if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -141,7 +142,7 @@ def _is_redundant(name: str, config: ModelConfig, source: TensorSource) -> bool:
 def assemble(
     config: ModelConfig, source: TensorSource, dtype: torch.dtype, device: str, max_model_len: int
 ) -> ModelWeights:
-    """Reads, rounds and fuses all tensors. Raises ModelFileError when one is missing, unexpected or misshapen."""
+    """Reads, rounds and fuses all tensors. ModelFileError: one is missing, unexpected or misshapen."""
     check_tensors(config, source)
     storage = storage_dtype(dtype, device)
 
