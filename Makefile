@@ -15,10 +15,6 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 CONFIG ?= serve_config.yaml
 PYTEST_ARGS ?=
 
-# Ray's own switches for a cluster that listens on 127.0.0.1 only (docs/structure.md, "Ray").
-export RAY_AUTH_MODE ?= disabled
-export RAY_USAGE_STATS_ENABLED ?= 0
-
 .PHONY: run demo test lint format clean
 .DELETE_ON_ERROR:
 

@@ -1,0 +1,118 @@
+"""The fast-path deployment: one engine, one decode-verify-rollback session per deterministic request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from deployments.deltas import coalesce
+from deployments.http_app import Status
+from deployments.ray_metrics import RayMetrics
+from deployments.verifier_pool import VerifierPool
+from llm42 import metrics as m
+from llm42.config import Settings
+from llm42.protocol import Delta, LLM42Error, Overloaded, Request
+
+REPORT_S = 1.0
+
+
+class FastPath:
+    """Owns an engine. Its health is its own engine's: verifiers may come and go without a restart here."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
+        self._settings = Settings.load(settings)
+        self._metrics = RayMetrics(in_replica=True)
+        self._held = {True: 0, False: 0}
+        self._pool = VerifierPool(self._settings, self._metrics)
+        self._pool.start()  # verifiers certify while the model loads
+        self._engine, self._generator = await asyncio.to_thread(self._build)
+        self._reporter = asyncio.get_running_loop().create_task(self._report())
+
+    def _build(self) -> tuple[Any, Any]:
+        from llm42.driver import Generator
+        from llm42.engine.torch_engine import TorchEngine
+        from llm42.models.load import load_model
+        from llm42.tokenizer import Tokenizer
+
+        model = self._settings.model
+        loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
+        engine = TorchEngine(loaded, self._settings.engine)
+        engine.start()
+        tokenizer = Tokenizer.load(model.path)
+        return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta | LLM42Error, None]:
+        """Streams a request's deltas; closing or cancelling the stream aborts the request.
+
+        Typed errors are the last item instead of being raised: so they keep their type through Serve.
+        """
+        mode = "deterministic" if request.deterministic else "best_effort"
+        began, outcome = time.monotonic(), "aborted"
+        source: AsyncIterator[Delta] | None = None
+        self._held[request.deterministic] += 1
+        try:
+            self._admit(request)
+            self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
+            source = self._generator.generate(request)
+            if not request.deterministic:
+                source = coalesce(source, self._settings.server.stream_interval_s)
+            first = True
+            async for delta in source:
+                if first:
+                    self._metrics.observe(m.FIRST_TOKEN, time.monotonic() - began, mode=mode)
+                    first = False
+                self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=mode)
+                yield delta
+            outcome = "finished"
+        except LLM42Error as error:
+            outcome = error.code
+            yield error
+        finally:
+            self._held[request.deterministic] -= 1
+            self._metrics.inc(m.REQUESTS, mode=mode, outcome=outcome)
+            if isinstance(source, AsyncGenerator):
+                await source.aclose()
+
+    def _admit(self, request: Request) -> None:
+        """Bounds what this replica holds; a deterministic request also needs a verifier that is ready."""
+        limit = self._settings.server.max_queued
+        if sum(self._held.values()) > limit:
+            raise Overloaded(f"This replica already holds {limit} requests.")
+        if request.deterministic:
+            self._pool.require_ready()
+
+    async def status(self) -> Status:
+        """For /health: never waits for the engine or a verifier."""
+        load, members = self._engine.load(), self._pool.members
+        return Status(
+            serving=self._engine.alive,
+            verifiers_ready=len(self._pool.ready),
+            verifiers=len(members),
+            fingerprint=self._pool.fingerprint,
+            detail=self._pool.explain(),
+            running=load.running,
+            waiting=load.waiting,
+            kv_used=load.kv_used,
+            kv_total=load.kv_total,
+            verifier_states=tuple(x.status.state if x.status else "unreachable" for x in members),
+        )
+
+    async def check_health(self) -> None:
+        """Serve replaces this replica when its engine's loop has ended."""
+        if not self._engine.alive:
+            raise RuntimeError("the engine's loop has ended")
+
+    async def _report(self) -> None:
+        while True:
+            load = self._engine.load()
+            self._metrics.set(m.KV_USED, load.kv_used)
+            self._metrics.set(m.WAITING, load.waiting)
+            for deterministic, mode in ((True, "deterministic"), (False, "best_effort")):
+                self._metrics.set(m.RUNNING, self._held[deterministic], mode=mode)
+            await asyncio.sleep(REPORT_S)
+
+    async def __del__(self) -> None:
+        self._pool.close()
+        await asyncio.to_thread(self._engine.close)

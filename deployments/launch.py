@@ -1,0 +1,194 @@
+"""Starts a private Ray cluster on this machine with the application on it, and ends both without a trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llm42.config import Settings
+from llm42.protocol import LLM42Error
+
+APP_NAME = "llm42"
+START_TIMEOUT_S = 300.0
+OBJECT_STORE_BYTES = 256 << 20
+Say = Callable[[str], None]
+
+
+class LaunchFailed(LLM42Error):
+    """The service did not come up; the message says why and where the logs are."""
+
+    code = "launch_failed"
+
+
+def read_serve_config(path: str | Path) -> Settings:
+    """The settings in a Ray Serve configuration (its only application's args), or in a bare settings file.
+
+    Paths are made absolute, because Ray's workers run elsewhere. A file with options that only a cluster can
+    honour (per-deployment overrides, several applications) is refused: `serve deploy` is the tool for it.
+    """
+    source = Path(path)
+    try:
+        data: dict[str, Any] = yaml.safe_load(source.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise LaunchFailed(f"{source}: {error}") from error
+    if "applications" not in data:
+        return absolute(Settings.load(data))
+    applications = data["applications"]
+    if len(applications) != 1 or applications[0].get("deployments"):
+        raise LaunchFailed(
+            f"{source}: `llm42 serve` runs one application without overrides in `deployments:`. "
+            f"On a cluster use: serve deploy {source}"
+        )
+    args: dict[str, Any] = dict(applications[0].get("args") or {})
+    http = data.get("http_options") or {}
+    server = {key: http[key] for key in ("host", "port") if key in http} | dict(args.get("server") or {})
+    return absolute(Settings.load(args | {"server": server}))
+
+
+def absolute(settings: Settings) -> Settings:
+    """The same settings with absolute paths."""
+    model = settings.model.model_copy(update={"path": str(Path(settings.model.path).absolute())})
+    where = settings.verifier.certificate_dir
+    cached = None if where is None else str(Path(where).absolute())
+    verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
+    return settings.model_copy(update={"model": model, "verifier": verifier})
+
+
+def prepare_environment() -> None:
+    """Ray's switches; read when ray is imported, so this comes first. docs/structure.md has the reasons."""
+    for name, value in {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }.items():
+        os.environ.setdefault(name, value)
+    if "RAY_AUTH_MODE" not in os.environ:
+        # Ray's own ports listen on all interfaces whatever it is told: a token made for this run keeps others
+        # out, and nothing is written to the user's home.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+class Service:
+    """A cluster of one node with the application. Use as a context manager."""
+
+    def __init__(self, settings: Settings, say: Say = lambda _: None) -> None:
+        self.settings, self._say = settings, say
+        self.url = f"http://{settings.server.host}:{settings.server.port}"
+
+    def __enter__(self) -> Service:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns once best-effort requests are answered. Raises LaunchFailed."""
+        server = self.settings.server
+        if not Path(self.settings.model.path).exists():
+            raise LaunchFailed(
+                f"There is no model at {self.settings.model.path}. The default one is fetched by "
+                "`make run`, or by: python -m llm42.models.fetch"
+            )
+        require_free_port(server.host, server.port)
+        prepare_environment()
+        self._say("Starting Ray (about 20 seconds) ...")
+        import ray
+        from ray import serve
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+        self._say("Starting the replicas ...")
+        serve.start(http_options={"host": server.host, "port": server.port})
+        self._run_application()
+
+    def _run_application(self) -> None:
+        from ray import serve
+
+        from deployments.app import build
+
+        target = serve.RunTarget(
+            target=build(self.settings.model_dump(mode="json")), name=APP_NAME, route_prefix="/"
+        )
+        serve.run_many([target], wait_for_applications_running=False)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            app = serve.status().applications.get(APP_NAME)
+            state = app.status.value if app else "MISSING"
+            if state == "RUNNING":
+                return
+            if app and (state in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline):
+                raise LaunchFailed(f"The application is {state}: {app.message} (logs: {log_dir()})")
+            time.sleep(0.2)
+
+    def health(self) -> dict[str, Any]:
+        """What /health says, whatever its HTTP status."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
+                return dict(json.load(reply))
+        except urllib.error.HTTPError as error:
+            return dict(json.load(error))
+
+    def wait_deterministic(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        """Waits for a certified verifier and returns the fingerprint. Raises LaunchFailed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            health = self.health()
+            if health["deterministic"]:
+                return str(health["fingerprint"])
+            failed = health["verifier_states"] and all(s == "failed" for s in health["verifier_states"])
+            if failed or time.monotonic() > deadline:
+                raise LaunchFailed(f"{health['detail']} (logs: {log_dir()})")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Ends the cluster, and with it replicas and verifiers; streams in progress are cut."""
+        import ray
+
+        ray.shutdown()
+
+
+def log_dir() -> str:
+    """Where this cluster's logs are."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises LaunchFailed when something listens there already, before the slow part begins."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchFailed(
+                f"{host}:{port} cannot be used ({error.strerror}); choose another with --port"
+            ) from error

@@ -1,0 +1,86 @@
+"""The verifier as a plain Ray actor: named, detached, shared by fast-path replicas, ended by its lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from llm42.config import Settings
+from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
+from llm42.verifier.core import Verifier
+
+log = logging.getLogger(__name__)
+LEASE_S = 30.0
+"""An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
+application has been deleted."""
+
+State = Literal["starting", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """What an actor says of itself. `detail` is the reason of a failed certification."""
+
+    state: State
+    fingerprint: str | None = None
+    detail: str = ""
+    pid: int = 0
+
+
+class VerifierActor:
+    """Certifies in the background: creating it never blocks, and a failure can be read instead of looping."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = Settings.load(settings)
+        self._verifier: Verifier | None = None
+        self._failure = ""
+        self._renewed = time.monotonic()
+        loop = asyncio.get_event_loop()
+        self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
+
+    async def _start(self) -> None:
+        try:
+            from llm42.verifier.build import build_verifier
+
+            self._verifier = await asyncio.to_thread(lambda: build_verifier(self._settings).start())
+        except Exception as error:
+            log.exception("the verifier could not start")
+            self._failure = f"{type(error).__name__}: {error}"
+
+    async def _expire(self) -> None:
+        while time.monotonic() - self._renewed < LEASE_S:
+            await asyncio.sleep(LEASE_S / 10)
+        log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", LEASE_S)
+        import ray
+
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def status(self) -> VerifierStatus:
+        """The state; asking renews the lease."""
+        self._renewed = time.monotonic()
+        if self._verifier is not None:
+            return VerifierStatus("ready", self._verifier.fingerprint, pid=os.getpid())
+        return VerifierStatus("failed" if self._failure else "starting", None, self._failure, os.getpid())
+
+    async def verify(self, windows: list[Window]) -> list[Commit | Failure]:
+        """Answers in order. Pure, so a caller may repeat it. Raises VerifierUnavailable or Overloaded."""
+        if self._verifier is None:
+            raise VerifierUnavailable(self._failure or "the verifier is still certifying this machine")
+        return await self._verifier.verify_async(windows)
+
+    async def release(self, request_id: str) -> None:
+        """The request is over; its private KV may go."""
+        if self._verifier is not None:
+            self._verifier.release(request_id)
+
+    async def manifest(self) -> dict[str, Any]:
+        """What the fingerprint hashes; empty while there is none."""
+        return dict(self._verifier.manifest) if self._verifier else {}
+
+    async def stats(self) -> dict[str, Any]:
+        """The verifier's counters."""
+        return asdict(self._verifier.stats()) if self._verifier else {}

@@ -1,0 +1,203 @@
+"""The `llm42` command. Each subcommand imports what it needs when it runs, so that `--help` is immediate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+import threading
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import pydantic
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from llm42.config import Settings
+from llm42.protocol import LLM42Error
+
+if TYPE_CHECKING:
+    from deployments.launch import Service
+    from llm42.driver import Generator
+    from llm42.protocol import Request, RequestStats
+
+app = typer.Typer(
+    name="llm42",
+    help="Deterministic LLM serving: decode fast, verify under a fixed schedule, roll back what differs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+out, err = Console(), Console(stderr=True)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="serve_config.yaml or a settings file; default: built in"),
+]
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are one line and exit code 1, not a traceback."""
+    try:
+        app()
+    except LLM42Error as error:
+        fail(str(error))
+    except pydantic.ValidationError as error:
+        fail("\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def fail(message: str) -> NoReturn:
+    """Prints an error and ends the process with 1."""
+    err.print(f"[bold red]Error:[/] {escape(message)}")
+    sys.exit(1)
+
+
+def load_settings(config: Path | None) -> Settings:
+    """Settings of a file, or the defaults, with absolute paths."""
+    from deployments.launch import absolute, read_serve_config
+
+    return absolute(Settings()) if config is None else read_serve_config(config)
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on, instead of the config's")] = None,
+    port: Annotated[int | None, typer.Option(help="port, instead of the config's", min=1, max=65535)] = None,
+) -> None:
+    """Starts the service on this machine and serves until Ctrl-C."""
+    from deployments.launch import Service
+
+    settings = load_settings(config)
+    changes = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
+    settings = settings.model_copy(update={"server": settings.server.model_copy(update=changes)})
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with err.status("Starting ...") as status, Service(settings, status.update) as service:
+            status.update(
+                "Certifying this machine for bit-identical answers (cached after the first time) ..."
+            )
+            problem = _certification_problem(service)
+            status.stop()
+            _announce(service.url, settings, problem)
+            stop.wait()
+    except KeyboardInterrupt:
+        err.print("Stopped.")
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _certification_problem(service: Service) -> str:
+    """Waits for the verifiers; returns the reason when there is none, and "" when there is."""
+    from deployments.launch import LaunchFailed
+
+    if service.settings.server.verifiers == 0:
+        return "Deterministic requests are switched off (server.verifiers is 0)."
+    try:
+        service.wait_deterministic()
+    except LaunchFailed as error:
+        return str(error)
+    return ""
+
+
+def _announce(url: str, settings: Settings, problem: str) -> None:
+    """What to do next, ready to be pasted."""
+    model = settings.model
+    body = {
+        "model": model.name,
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "max_tokens": 64,
+        "deterministic": not problem,
+    }
+    curl = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"
+    curl += f" -d {shlex.quote(json.dumps(body))}"
+    out.print(f"[bold green]Ready[/]: {escape(model.name)} on {url} ({model.dtype}, {model.device})")
+    if problem:
+        out.print(f"[bold yellow]Best-effort only:[/] {escape(problem)}")
+    kind = "best-effort" if problem else "deterministic: the same bits each time, under any load"
+    out.print(f"\nAsk it something ({kind}):\n")
+    print(curl, flush=True)  # unwrapped, so that it can be pasted
+    out.print(
+        "\nSee what happens without determinism, in another terminal:\n\n  make demo\n\nCtrl-C stops it."
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="a chat message, or with --raw the text to continue")],
+    config: ConfigOption = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic/--best-effort")] = True,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="default: server.default_seed")] = None,
+    raw: Annotated[bool, typer.Option(help="no chat template")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of streamed text")] = False,
+) -> None:
+    """Answers one prompt in this process, without a server."""
+    from llm42.embedded import Embedded
+    from llm42.protocol import Request, SamplingParams
+
+    settings = load_settings(config)
+    with err.status("Loading the model and certifying ..."):
+        embedded = Embedded(settings, deterministic)
+    with embedded:
+        tokenizer = embedded.tokenizer
+        if raw:
+            ids = tokenizer.encode(prompt, add_special=True)
+        else:
+            ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
+        room = settings.model.max_model_len - len(ids)
+        if not ids or room < 1:
+            fail(f"The prompt has {len(ids)} tokens; the context is {settings.model.max_model_len}.")
+        request = Request(
+            request_id="generate",
+            prompt=tuple(ids),
+            max_tokens=min(max_tokens, room),
+            sampling=SamplingParams(
+                temperature=temperature,
+                seed=(settings.server.default_seed if seed is None else seed) & (2**64 - 1),
+            ),
+            deterministic=deterministic,
+            stop_token_ids=tokenizer.eos_token_ids,
+        )
+        asyncio.run(_print_answer(embedded.generator, request, as_json))
+
+
+async def _print_answer(generator: Generator, request: Request, as_json: bool) -> None:
+    tokens: list[int] = []
+    text, fingerprint, finish = "", None, None
+    stats: RequestStats | None = None
+    async with aclosing(generator.generate(request)) as deltas:
+        async for delta in deltas:
+            tokens += delta.token_ids
+            text += delta.text
+            fingerprint = delta.fingerprint or fingerprint
+            stats, finish = delta.stats or stats, delta.finish_reason
+            if not as_json:
+                print(delta.text, end="", flush=True)
+    evidence = {
+        "deterministic": request.deterministic,
+        "seed": request.sampling.seed,
+        **(asdict(stats) if stats else {}),
+    }
+    if as_json:
+        reply = {
+            "text": text,
+            "token_ids": tokens,
+            "finish_reason": finish,
+            "system_fingerprint": fingerprint,
+        }
+        print(json.dumps(reply | {"llm42": evidence}))
+        return
+    print(flush=True)
+    err.print(f"[dim]{len(tokens)} tokens, fingerprint {fingerprint}, {evidence}[/]")

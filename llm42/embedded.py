@@ -1,0 +1,43 @@
+"""A whole LLM-42 in one process, without Ray: engine, verifier and driver."""
+
+from __future__ import annotations
+
+from llm42.config import Settings
+from llm42.driver import Generator
+from llm42.engine.torch_engine import TorchEngine
+from llm42.local import LocalVerifier
+from llm42.metrics import Metrics
+from llm42.models.load import load_model
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.core import Verifier
+
+
+class Embedded:
+    """Loads the model once for both sides; closing it (or leaving the `with`) ends both threads."""
+
+    def __init__(
+        self, settings: Settings, deterministic: bool = True, metrics: Metrics | None = None
+    ) -> None:
+        """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
+        from llm42.verifier.build import build_verifier
+
+        model = settings.model
+        loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
+        self.settings, self.tokenizer = settings, Tokenizer.load(model.path)
+        self.verifier: Verifier | None = build_verifier(settings, loaded).start() if deterministic else None
+        self.engine = TorchEngine(loaded, settings.engine)
+        self.engine.start()
+        client = LocalVerifier(self.verifier) if self.verifier else None
+        self.generator = Generator(self.engine, self.tokenizer, settings, client, metrics)
+
+    def __enter__(self) -> Embedded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.engine.close()
+        if self.verifier is not None:
+            self.verifier.close()
