@@ -249,7 +249,9 @@ class _Fields:
 
     def _rope(self, names: dict[str, Any]) -> RopeSettings:
         theta = float(self.get("rope.freq_base", 10000.0))
-        kind = str(self.get("rope.scaling.type", "none"))
+        # llama.cpp reads a factor without a type as linear scaling
+        unnamed = "none" if self.get("rope.scaling.factor") is None else "linear"
+        kind = str(self.get("rope.scaling.type", unnamed))
         if ROPE_DIVISORS in names:
             if kind != "none":
                 raise UnsupportedModel(
