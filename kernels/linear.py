@@ -8,15 +8,31 @@ activation dtype. Providers, fastest first:
 `mkl-tile` sgemm calls of exactly TILE_ROWS rows, the last one padded with zeros: the call's shape never changes, so
            only a row's place in the tile could matter.
 `row`      one sgemv-shaped call per row: the same call for every row whatever the step.
+
+CUDA: 16-bit operands, float32 accumulator, one rounding. Providers, fastest first:
+
+`cublas`   one library product, with split-K ruled out by an environment without workspace (CUBLAS_ENVIRONMENT). Which
+           kernel a shape picks is the library's choice: certification compares the bits.
+`triton`   K in ascending order into one accumulator per output element: row-invariant by construction, and with any
+           tile size the same bits as `cublas` where that sums K in order too.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 TILE_ROWS = 16
+CUBLAS_ENVIRONMENT = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
+"""Without workspace cuBLAS cannot split K. Read by the library when CUDA starts: set it in the process's environment."""
+
+
+class CublasEnvironmentError(RuntimeError):
+    """cuBLAS could split K in this process, so that a row's bits would depend on the number of rows."""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,3 +89,62 @@ def lm_head_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 CPU_PROVIDERS = {"mkl": linear_mkl, "mkl-tile": linear_mkl_tile, "row": linear_row}
 CPU_LM_HEAD_PROVIDERS = {"mkl": lm_head_mkl, "mkl-tile": lm_head_mkl_tile, "row": lm_head_row}
+
+
+def check_cublas_environment() -> None:
+    """Raises CublasEnvironmentError unless this process was started without cuBLAS workspace."""
+    wrong = {name: os.environ.get(name) for name, value in CUBLAS_ENVIRONMENT.items() if os.environ.get(name) != value}
+    if wrong:
+        wanted = " ".join(f"{name}={value}" for name, value in CUBLAS_ENVIRONMENT.items())
+        raise CublasEnvironmentError(f"the verifier's process must be started with {wanted}; found {wrong}")
+
+
+def linear_cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """cuBLAS. x [T, K] A, weight [N, K] A, bias [N] A or None -> [T, N] A."""
+    return F.linear(x, weight, bias)
+
+
+def lm_head_cublas_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """cuBLAS with float32 output. x [R, H] A, weight [V, H] A, out [R, V] float32."""
+    torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
+
+
+def lm_head_triton_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """K-ordered product with float32 output. Shapes as lm_head_cublas_into."""
+    _product_triton(x, weight, None, out)
+
+
+def _product_triton(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    from kernels.gpu.launch import STRICT
+    from kernels.gpu.matmul import matmul_kernel
+
+    rows, cols = out.shape
+    block_m, block_n, block_k = (128 if rows > 64 else 64 if rows > 16 else 16), 128, 64
+    grid = (-(-rows // block_m) * -(-cols // block_n),)
+    matmul_kernel[grid](
+        x, weight, out if bias is None else bias, out, rows, cols, x.shape[1],
+        x.stride(0), weight.stride(0), out.stride(0),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8, HAS_BIAS=bias is not None,
+        num_warps=8 if block_m == 128 else 4, num_stages=3, **STRICT,
+    )  # fmt: skip
+    return out
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """K-ordered product. Shapes as linear_cublas."""
+    return _product_triton(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0]))
+
+
+def _allocating(into: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert bias is None, "a bias in the output layer is refused by the model's allow-list"
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+        into(x, weight, out)
+        return out
+
+    return lm_head
+
+
+CUDA_PROVIDERS = {"cublas": linear_cublas, "triton": linear_triton}
+CUDA_LM_HEAD_INTO = {"cublas": lm_head_cublas_into, "triton": lm_head_triton_into}
+CUDA_LM_HEAD_PROVIDERS = {name: _allocating(into) for name, into in CUDA_LM_HEAD_INTO.items()}

@@ -39,3 +39,33 @@ def rms_norm_row(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 CPU_PROVIDERS = {"torch": rms_norm_torch, "row": rms_norm_row}
+
+
+def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """One program per row; the order of the sum follows from the row's length alone. x [..., H], residual [T, H]."""
+    shape, width = x.shape, x.shape[-1]
+    x = x.reshape(-1, width)
+    normed = torch.empty_like(x)
+    summed = x if residual is None else torch.empty_like(x)
+    launch_rms_norm(x, residual, weight, normed, summed, eps)
+    return normed.view(shape), summed.view(shape)
+
+
+def launch_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor, eps: float
+) -> None:
+    """Into given buffers [T, H]; `summed` may be `residual` itself and is not written when residual is None."""
+    from kernels.gpu.elementwise import rms_norm_kernel
+    from kernels.gpu.launch import STRICT
+
+    rows, width = x.shape
+    block = 1 << (width - 1).bit_length()
+    has = residual is not None
+    rms_norm_kernel[(rows,)](
+        x, residual if has else x, weight, normed, summed, x.stride(0), eps, 1.0 / width,
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=has, KEEP_SUM=has,
+        num_warps=min(8, max(1, block // 512)), **STRICT,
+    )  # fmt: skip
+
+
+CUDA_PROVIDERS = {"triton": rms_norm_triton, "torch": rms_norm_torch}

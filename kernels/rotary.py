@@ -42,3 +42,26 @@ def rotary_row(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
 
 
 CPU_PROVIDERS = {"torch": rotary_torch, "row": rotary_row}
+
+
+def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    from kernels.gpu.elementwise import rotary_kernel
+    from kernels.gpu.launch import STRICT
+
+    rows, heads, dim = x.shape
+    if x.stride(2) != 1 or x.stride(1) != dim:
+        x = x.contiguous()
+    out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
+    half = 1 << (dim // 2 - 1).bit_length()
+    rotary_kernel[(rows, heads)](
+        x, out, positions, cos_sin, x.stride(0), HEADS=heads, DIM=dim, HALF=half, num_warps=1, **STRICT
+    )
+    return out
+
+
+def rotary_triton(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes as rotary_torch; a cos and b sin are rounded apart (no fused multiply-add), as plain torch does."""
+    return _rotate_triton(q, positions, cos_sin), _rotate_triton(k, positions, cos_sin)
+
+
+CUDA_PROVIDERS = {"triton": rotary_triton, "torch": rotary_torch}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,3 +22,23 @@ def silu_mul_torch(x: Tensor) -> Tensor:
 
 
 CPU_PROVIDERS = {"torch": silu_mul_torch, "row": by_row(silu_mul_torch)}
+
+
+def silu_mul_triton(x: Tensor) -> Tensor:
+    """One program per piece of a row."""
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    launch_silu_mul(x, out)
+    return out
+
+
+def launch_silu_mul(x: Tensor, out: Tensor) -> None:
+    """Into a given buffer: x [T, 2 I] contiguous -> out [T, I]."""
+    from kernels.gpu.elementwise import silu_mul_kernel
+    from kernels.gpu.launch import STRICT
+
+    rows, width = out.shape
+    block = min(2048, 1 << (width - 1).bit_length())
+    silu_mul_kernel[(rows, -(-width // block))](x, out, WIDTH=width, BLOCK=block, num_warps=8, **STRICT)
+
+
+CUDA_PROVIDERS = {"triton": silu_mul_triton, "torch": silu_mul_torch}

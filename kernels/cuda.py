@@ -1,0 +1,30 @@
+"""Sets of CUDA operators by provider name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kernels import linear, rmsnorm, rotary, silu_mul
+from kernels.operators import Operators
+
+PROVIDERS = {
+    "linear": linear.CUDA_PROVIDERS,
+    "rms_norm": rmsnorm.CUDA_PROVIDERS,
+    "rotary": rotary.CUDA_PROVIDERS,
+    "silu_mul": silu_mul.CUDA_PROVIDERS,
+    "lm_head": linear.CUDA_LM_HEAD_PROVIDERS,
+}
+"""Operator -> provider name -> function, fastest first."""
+
+
+def cuda_operators(chosen: Mapping[str, str] | None = None) -> Operators:
+    """The named provider of each operator; an operator that is not named gets its fastest one."""
+    names = {op: (chosen or {}).get(op, next(iter(table))) for op, table in PROVIDERS.items()}
+    return Operators(
+        linear=linear.CUDA_PROVIDERS[names["linear"]],
+        rms_norm=rmsnorm.CUDA_PROVIDERS[names["rms_norm"]],
+        rotary=rotary.CUDA_PROVIDERS[names["rotary"]],
+        silu_mul=silu_mul.CUDA_PROVIDERS[names["silu_mul"]],
+        lm_head=linear.CUDA_LM_HEAD_PROVIDERS[names["lm_head"]],
+        providers=tuple(sorted(names.items())),
+    )

@@ -1,0 +1,74 @@
+"""The canonical decoder forward on CUDA: llm42/models/decoder.py with fused kernels at the same rounding points.
+
+Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Everything is launched
+on the current stream and may be captured into a CUDA graph; work lists are read from device memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.attention import TritonAttention
+from kernels.kv_write import launch_qkv
+from kernels.operators import Operators
+from kernels.rmsnorm import launch_rms_norm
+from kernels.silu_mul import launch_silu_mul
+from llm42.cache import KVCache
+from llm42.models.weights import LayerWeights, LoadedModel
+
+
+class CudaForward:
+    """Model, cache and attention bound together; `views` are the device parts of the step layout."""
+
+    def __init__(
+        self, model: LoadedModel, ops: Operators, kv: KVCache, attention: TritonAttention, views: dict[str, Tensor]
+    ) -> None:
+        self.model, self.ops, self.attention, self.views = model, ops, attention, views
+        self._flat = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(kv.keys, kv.values, strict=True)]
+        self._sources = [attention.sources(k, v) for k, v in self._flat]
+
+    def body(self, rows: int, variant: str, hidden: Tensor) -> None:
+        """Rows [0, rows) of the step -> final normed hidden states in hidden [rows, H]."""
+        weights, eps = self.model.weights, self.model.config.rms_norm_eps
+        residual = weights.embed[self.views["tokens"][:rows]]
+        x = torch.empty_like(residual)
+        launch_rms_norm(residual, None, weights.layers[0].input_norm, x, residual, eps)
+        for index, layer in enumerate(weights.layers):
+            y = self._attend(index, layer, x, variant)
+            launch_rms_norm(y, residual, layer.post_norm, x, residual, eps)
+            y = self._mlp(layer, x)
+            last = index + 1 == len(weights.layers)
+            norm = weights.final_norm if last else weights.layers[index + 1].input_norm
+            launch_rms_norm(y, residual, norm, hidden if last else x, residual, eps)
+
+    def _attend(self, index: int, layer: LayerWeights, x: Tensor, variant: str) -> Tensor:
+        config, rows = self.model.config, x.shape[0]
+        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias)
+        q = torch.empty(rows, config.num_heads, config.head_dim, dtype=x.dtype, device=x.device)
+        positions, slots = self.views["positions"][:rows], self.views["slots"][:rows]
+        launch_qkv(
+            qkv, q, *self._flat[index], positions, slots, self.model.weights.cos_sin,
+            layer.q_norm, layer.k_norm, config.rms_norm_eps,
+        )  # fmt: skip
+        mixed = torch.empty_like(q)
+        self._tiles(q, mixed, self._sources[index], variant)
+        return self.ops.linear(mixed.view(rows, -1), layer.o, layer.o_bias)
+
+    def _tiles(self, q: Tensor, out: Tensor, sources: tuple[Any, Any], variant: str) -> None:
+        views, shape, counts = self.views, self.attention.shape, self.views["counts"]
+        heights = [("L", "large", shape.large, 0), ("S", "small", shape.small, 1)]
+        for letter, name, tile, field in heights:
+            if letter not in variant:
+                continue
+            self.attention.attend(tile, q, out, sources, views["tables"], views[name], counts[field:])
+            if "c" in variant:
+                self.attention.combine(tile, out, views["combine_" + name], counts[field + 2 :])
+
+    def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
+        gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
+        inner = torch.empty(x.shape[0], gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+        launch_silu_mul(gate_up, inner)
+        return self.ops.linear(inner, layer.down, layer.down_bias)

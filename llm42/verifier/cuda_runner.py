@@ -1,0 +1,251 @@
+"""The canonical runner on CUDA: one graph per bucket, no host synchronisation inside a step.
+
+A step is: pack on the host -> one copy -> body graph of the bucket (all decoder layers) -> head graph of the number of
+logit rows (gather, lm_head, argmax and log-sum) -> sampling of the rows that need more -> one copy back. `begin`
+returns as soon as everything is queued, so that the next step is packed while this one runs; `finish` waits.
+
+Memory: weights + KV (verifier.kv_tokens) + logits of the largest bucket + a work area that all graphs share. On a GPU
+that vLLM uses too, start this runner first and give vLLM the rest (its gpu_memory_utilization counts what is in use).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionShape, TritonAttention
+from kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment
+from kernels.operators import Operators
+from kernels.sampling import RowStats, row_stats
+from llm42.cache import KVCache
+from llm42.models.weights import LoadedModel
+from llm42.protocol import TokenLogprob
+from llm42.sampling import Sampled
+from llm42.verifier.cuda_forward import CudaForward
+from llm42.verifier.cuda_sampler import SampledRow, alternatives, draw_rows, is_plain
+from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
+from llm42.verifier.plan import SequenceRows
+
+VARIANTS = ("L", "S", "LS", "Lc", "Sc", "LSc")
+PARTIALS = 512
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """The runner does not fit on the device; the message names the settings to lower."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """A step in flight."""
+
+    sequences: list[SequenceRows]
+    counts: list[int]
+    done: torch.cuda.Event | None
+    results: Tensor | None = None  # pinned [3, R] int32: token, logprob's bits, bad
+    tops: dict[int, tuple[Tensor, Tensor, list[int]]] = field(default_factory=dict)
+    """Number of alternatives -> pinned ids and log-probabilities, and the logit rows they belong to."""
+
+
+class CudaRunner:
+    """Runner of llm42/verifier/plan.py. One owner thread; its own CUDA stream."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        ops: Operators,
+        kv: KVCache,
+        buckets: tuple[int, ...],
+        max_len: int,
+        *,
+        shape: AttentionShape | None = None,
+        graphs: bool = True,
+    ) -> None:
+        check_cublas_environment()
+        config = model.config
+        self.model, self.ops, self.kv, self.buckets = model, ops, kv, buckets
+        self.shape = shape or attention_shape(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size)
+        device = kv.keys.device
+        self.stream = torch.cuda.Stream(device)
+        with _memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
+            attention = TritonAttention(self.shape, device, PARTIALS)
+            self.layout = Layout(
+                buckets[-1], buckets[-1] + PARTIALS, buckets[-1] * -(-max_len // kv.block_size)
+            )
+            self._packer = StepPacker(self.layout, attention.planner, kv.block_size)
+            self._host = HostBuffers(self.layout)
+            self._device = torch.zeros(self.layout.total, dtype=torch.int32, device=device)
+            self._views: dict[str, Tensor] = self.layout.views(self._device)
+            self._forward = CudaForward(model, ops, kv, attention, self._views)
+            self._hidden = torch.zeros(buckets[-1], config.hidden_size, dtype=model.dtype, device=device)
+            self._logits = torch.empty(buckets[-1], config.vocab_size, dtype=torch.float32, device=device)
+            self._results = torch.zeros(3, buckets[-1], dtype=torch.int32, device=device)
+            self._log_sum = torch.zeros(buckets[-1], dtype=torch.float64, device=device)
+            self._head_provider = CUDA_LM_HEAD_INTO[dict(ops.providers).get("lm_head", "cublas")]
+            self._bodies: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+            self._heads: dict[int, torch.cuda.CUDAGraph] = {}
+            self._pool = torch.cuda.graph_pool_handle()
+            if graphs:
+                self.capture()
+        self.stream.synchronize()
+
+    # --- the contract ------------------------------------------------------------------------------------------
+
+    def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
+        """Computes the rows of `sequences`, at most `bucket`, padded to exactly `bucket`."""
+        return self.finish(self.begin(bucket, sequences))
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one KV block (all layers), in stream order with the steps."""
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            self.kv.copy_block(source, target)
+
+    @torch.inference_mode()
+    def begin(self, bucket: int, sequences: list[SequenceRows]) -> Pending:
+        """Packs and queues a step; does not wait for the device."""
+        index, host = self._host.take()
+        packed = self._packer.pack(host, bucket, sequences)
+        counts = [s.count - min(s.count, max(0, s.first_logit - s.start)) for s in sequences]
+        with torch.cuda.stream(self.stream):
+            self._host.copy(index, packed.used, self._device, self.stream)
+            self._run_body(bucket, packed.variant)
+            pending = Pending(sequences, counts, torch.cuda.Event())
+            if packed.logit_rows:
+                self._sample(packed.logit_rows, pending)
+            assert pending.done is not None
+            pending.done.record(self.stream)
+        return pending
+
+    def finish(self, pending: Pending) -> list[list[Sampled]]:
+        """Waits for a step and returns per sequence its logit rows in order."""
+        if pending.done is not None:
+            pending.done.synchronize()
+        if pending.results is None:
+            return [[] for _ in pending.sequences]
+        tokens, _, bad = pending.results.tolist()
+        logprobs = pending.results[1].view(torch.float32).tolist()
+        tops = _tops(pending)
+        rows = [
+            Sampled(t, TokenLogprob(t, p, tops.get(i, ())))
+            if not b
+            else Sampled(-1, TokenLogprob(-1, float("nan")), finite=False)
+            for i, (t, p, b) in enumerate(zip(tokens, logprobs, bad, strict=True))
+        ]
+        out, row = [], 0
+        for count in pending.counts:
+            out.append(rows[row : row + count])
+            row += count
+        return out
+
+    # --- device work -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Records every graph; the first run of each kernel compiles it."""
+        self._views["slots"].fill_(-1)
+        for bucket in reversed(self.buckets):
+            for variant in VARIANTS:
+                self._bodies[bucket, variant] = self._record(partial(self._body, bucket, variant))
+            self._heads[bucket] = self._record(partial(self._head, bucket))
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        work()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+    def _run_body(self, bucket: int, variant: str) -> None:
+        graph = self._bodies.get((bucket, variant))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._body(bucket, variant)
+
+    def _run_head(self, rows: int) -> None:
+        graph = self._heads.get(rows)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._head(rows)
+
+    def _body(self, bucket: int, variant: str) -> None:
+        self._forward.body(bucket, variant, self._hidden[:bucket])
+
+    def _head(self, rows: int) -> None:
+        picked = self._hidden[self._views["logit_rows"][:rows]]
+        logits = self._logits[:rows]
+        self._head_provider(picked, self.model.weights.lm_head, logits)
+        row_stats(logits, self._stats(rows))
+
+    def _stats(self, rows: int) -> RowStats:
+        token, logprob, bad = self._results
+        return RowStats(token[:rows], self._log_sum[:rows], logprob[:rows].view(torch.float32), bad[:rows])
+
+    def _sample(self, rows: int, pending: Pending) -> None:
+        self._run_head(next(b for b in self.buckets if b >= rows))
+        logits, stats = self._logits[:rows], self._stats(rows)
+        general, asked, top_rows = _wishes(pending.sequences)
+        if general:
+            draw_rows(logits, stats, general, asked)
+        for count, wanted in top_rows.items():
+            ids, values = alternatives(logits, stats, wanted, count)
+            pending.tops[count] = (_to_host(ids), _to_host(values), wanted)
+        pending.results = _to_host(self._results[:, :rows])
+
+
+def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionShape:
+    """The tiles this project uses on Hopper for a model and block size; `block_n` alone sets the bits."""
+    return AttentionShape(heads, kv_heads, dim, block_size)
+
+
+def _wishes(
+    sequences: list[SequenceRows],
+) -> tuple[list[int], list[SampledRow], dict[int, list[int]]]:
+    """Logit rows that need more than an argmax, what they need, and number of alternatives -> logit rows."""
+    general: list[int] = []
+    asked: list[SampledRow] = []
+    tops: dict[int, list[int]] = {}
+    row = 0
+    for s in sequences:
+        first = max(s.start, s.first_logit)
+        count = max(0, s.start + s.count - first)
+        if not is_plain(s.sampling):
+            general += range(row, row + count)
+            asked += [
+                SampledRow(s.sampling, s.tokens[: position + 1], s.prompt_len, s.num_logprobs)
+                for position in range(first, first + count)
+            ]
+        if s.num_logprobs > 0:
+            tops.setdefault(s.num_logprobs, []).extend(range(row, row + count))
+        row += count
+    return general, asked, tops
+
+
+def _tops(pending: Pending) -> dict[int, tuple[tuple[int, float], ...]]:
+    out: dict[int, tuple[tuple[int, float], ...]] = {}
+    for ids, values, rows in pending.tops.values():
+        for row, i, v in zip(rows, ids.tolist(), values.tolist(), strict=True):
+            out[row] = tuple(zip(i, v, strict=True))
+    return out
+
+
+def _to_host(x: Tensor) -> Tensor:
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+@contextmanager
+def _memory_advice() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfDeviceMemory(
+            "the verifier does not fit on the GPU: lower verifier.kv_tokens, the largest of verifier.buckets, or the "
+            f"memory given to other processes on this GPU ({error})"
+        ) from error

@@ -1,0 +1,139 @@
+"""Rows that need more than a plain argmax: penalties, temperature, restriction, noise, alternatives (llm42/sampling.py).
+
+Works on device logits without waiting for the device: what the host must say (ids, counts, parameters) is copied in
+from pinned memory, results are copied out beside the greedy ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.sampling import RowStats, gumbel_argmax, logprobs_of, noise_keys, restrict, row_stats, top_tokens
+from llm42.protocol import SamplingParams
+
+ROWS_AT_ONCE = 64
+"""Rows sorted together: bounds the memory of a sort over the vocabulary."""
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """One row that needs logits. `history` is prompt + output up to and including the row's own token."""
+
+    params: SamplingParams
+    history: list[int]
+    prompt_len: int
+    num_logprobs: int
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """True where the canonical token is the argmax of the raw logits."""
+    return params.temperature == 0 and not _is_adjusted(params)
+
+
+def _is_adjusted(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or (params.min_tokens_banned and params.min_tokens)
+    )
+
+
+def draw_rows(logits: Tensor, stats: RowStats, rows: list[int], asked: list[SampledRow]) -> None:
+    """Overwrites token, logprob and bad of `rows` in `stats`. logits [R, V] float32; asked[i] describes rows[i]."""
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        part, wanted = rows[begin : begin + ROWS_AT_ONCE], asked[begin : begin + ROWS_AT_ONCE]
+        index = _device(part, torch.int64, logits)
+        raw = logits[index]
+        token, bad = _draw(raw, wanted)
+        stats.token[index] = token
+        stats.bad[index] = bad
+        stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
+
+
+def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most likely ids of `rows` and their log-probabilities: two [len(rows), count] device tensors."""
+    ids, values = [], []
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        index = _device(rows[begin : begin + ROWS_AT_ONCE], torch.int64, logits)
+        raw = logits[index]
+        top, _ = top_tokens(raw, min(count, raw.shape[1]))
+        ids.append(top)
+        values.append(logprobs_of(raw, stats.log_sum[index], top))
+    return torch.cat(ids), torch.cat(values)
+
+
+def _draw(raw: Tensor, wanted: list[SampledRow]) -> tuple[Tensor, Tensor]:
+    values = _adjust(raw, wanted)
+    stats = row_stats(values)
+    temperature = [w.params.temperature or 1.0 for w in wanted]
+    values = values / _device(temperature, torch.float32, raw)[:, None]
+    tight = [i for i, w in enumerate(wanted) if w.params.temperature and _is_restricted(w.params, raw.shape[1])]
+    if tight:
+        index = _device(tight, torch.int64, raw)
+        p = [wanted[i].params for i in tight]
+        values[index] = restrict(
+            values[index],
+            _device([x.top_k or raw.shape[1] for x in p], torch.int64, raw),
+            _device([x.top_p for x in p], torch.float64, raw),
+            _device([x.min_p for x in p], torch.float64, raw),
+        )
+    keys = noise_keys(
+        [w.params.seed for w in wanted], [len(w.history) for w in wanted], [w.params.temperature > 0 for w in wanted]
+    )
+    return gumbel_argmax(values, _device(keys, torch.int32, raw)), stats.bad
+
+
+def _is_restricted(params: SamplingParams, vocab: int) -> bool:
+    return 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _adjust(raw: Tensor, wanted: list[SampledRow]) -> Tensor:
+    """Stages 1 and 2 on a copy, as scattered updates of (row, id) pairs; pairs are unique, so no order exists."""
+    values = raw.clone()
+    repeat: list[tuple[int, int, float]] = []
+    counted: list[tuple[int, int, float, float, float]] = []
+    bias: list[tuple[int, int, float]] = []
+    banned: list[tuple[int, int, float]] = []
+    for row, w in enumerate(wanted):
+        p, output = w.params, w.history[w.prompt_len :]
+        if p.repetition_penalty != 1.0:
+            repeat += [(row, i, p.repetition_penalty) for i in set(w.history)]
+        if p.presence_penalty or p.frequency_penalty:
+            f, b = p.frequency_penalty, p.presence_penalty
+            counted += [(row, i, float(n), f, b) for i, n in Counter(output).items()]
+        bias += [(row, i, b) for i, b in p.logit_bias]
+        if len(output) < p.min_tokens:
+            banned += [(row, i, 0.0) for i in p.min_tokens_banned]
+    if repeat:
+        at, (r,) = _pairs(repeat, values)
+        picked = values[at]
+        values[at] = torch.where(picked > 0, picked / r, picked * r)
+    if counted:
+        at, (n, f, b) = _pairs(counted, values)
+        values[at] = values[at] - f * n - b
+    if bias:
+        at, (b,) = _pairs(bias, values)
+        values[at] = values[at] + b
+    if banned:
+        at, _ = _pairs(banned, values)
+        values[at] = float("-inf")
+    return values
+
+
+def _pairs(entries: list[tuple[int, int, float]] | list[tuple[int, int, float, float, float]], like: Tensor) -> tuple[
+    tuple[Tensor, Tensor], list[Tensor]
+]:  # fmt: skip
+    table = _device(entries, torch.float64, like)  # ids are exact in float64
+    rows, ids, *numbers = table.unbind(1)
+    return (rows.long(), ids.long()), [x.float() for x in numbers]
+
+
+def _device(values: object, dtype: torch.dtype, like: Tensor) -> Tensor:
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else host

@@ -1,0 +1,155 @@
+"""The CUDA forward, step packing and sampler on a tiny model, against the CPU verifier's code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.attention import AttentionShape, Tile, TritonAttention
+from kernels.cpu import cpu_operators
+from kernels.cuda import cuda_operators
+from kernels.sampling import row_stats
+from llm42.cache import KVCache
+from llm42.models.config import ModelConfig
+from llm42.models.rope import RopeSettings
+from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
+from llm42.protocol import SamplingParams
+from llm42.sampling import sample_row
+from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.cuda_forward import CudaForward
+from llm42.verifier.cuda_sampler import SampledRow, alternatives, draw_rows, is_plain
+from llm42.verifier.cuda_step import Layout, StepPacker
+from llm42.verifier.plan import SequenceRows
+
+BLOCK, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 16, 4, 2, 64, 128, 301
+TRITON = {"linear": "triton", "lm_head": "triton"}
+
+
+def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
+    config = ModelConfig(
+        "llama", VOCAB, HIDDEN, 192, 2, HEADS, KV_HEADS, DIM, 1e-5, RopeSettings(10000.0), 512, qk_norm=qk_norm
+    )
+
+    def w(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)
+
+    def norm(width: int) -> torch.Tensor:
+        return (1 + 0.1 * torch.randn(width)).to(dtype)
+
+    rows = (HEADS + 2 * KV_HEADS) * DIM
+    layers = [
+        LayerWeights(
+            norm(HIDDEN), w(rows, HIDDEN), w(rows), norm(DIM) if qk_norm else None, norm(DIM) if qk_norm else None,
+            w(HIDDEN, HEADS * DIM), None, norm(HIDDEN), w(384, HIDDEN), None, w(HIDDEN, 192), None,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    from kernels.rotary import cos_sin_table
+
+    table = cos_sin_table(config.inv_freq(), 512)
+    weights = ModelWeights(w(VOCAB, HIDDEN), layers, norm(HIDDEN), w(VOCAB, HIDDEN), table)
+    return LoadedModel(config, weights, dtype, "cpu", "test", "test", "none")
+
+
+def _widened(model: LoadedModel) -> LoadedModel:
+    """The same weights as the CPU runner keeps them, in float32."""
+    layers = [
+        LayerWeights(*(None if x is None else x.float() for x in (getattr(l, n) for n in l.__dataclass_fields__)))
+        for l in model.weights.layers
+    ]
+    w = model.weights
+    wide = ModelWeights(w.embed.float(), layers, w.final_norm.float(), w.lm_head.float(), w.cos_sin)
+    return LoadedModel(model.config, wide, model.dtype, "cpu", "test", "test", "none")
+
+
+class Harness:
+    """CudaForward on CPU tensors: pack, upload, run."""
+
+    def __init__(self, model: LoadedModel, rows: int = 32) -> None:
+        self.model, self.kv = model, KVCache(2, 12, BLOCK, KV_HEADS, DIM, model.dtype)
+        self.kv.fill(range(12), float("nan"))
+        shape = AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 64, Tile(32, 4, 2, 1), Tile(16, 1, 2, 1))
+        attention = TritonAttention(shape, torch.device("cpu"), 8)
+        self.layout = Layout(rows, rows + 8, 200)
+        self.packer = StepPacker(self.layout, attention.planner, BLOCK)
+        self.host = np.zeros(self.layout.total, np.int32)
+        views = self.layout.views(torch.from_numpy(self.host))
+        self.forward = CudaForward(model, cuda_operators(TRITON), self.kv, attention, views)
+
+    def hidden(self, bucket: int, sequences: list[SequenceRows]) -> torch.Tensor:
+        packed = self.packer.pack(self.layout.views(self.host), bucket, sequences)
+        out = torch.empty(bucket, HIDDEN, dtype=self.model.dtype)
+        self.forward.body(bucket, packed.variant, out)
+        return out[self.layout.views(self.host)["logit_rows"][: packed.logit_rows]]
+
+
+def _rows(tokens: list[int], start: int, count: int, table: list[int], first_logit: int = 0) -> SequenceRows:
+    return SequenceRows(tokens, start, count, table, first_logit, 1, SamplingParams())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_hidden_states_are_close_to_the_cpu_runner(qk_norm: bool) -> None:
+    model = _model(torch.float16, qk_norm)
+    wide = _widened(model)
+    a, b = torch.randint(0, VOCAB, (20,)).tolist(), torch.randint(0, VOCAB, (5,)).tolist()
+    sequences = [_rows(a, 0, 20, [3, 5], 18), _rows(b, 0, 5, [7])]
+    got = Harness(model).hidden(32, sequences)
+    kv = KVCache(2, 12, BLOCK, KV_HEADS, DIM, torch.float16)
+    runner = CPURunner(wide, cpu_operators(), kv, (32,))
+    with torch.inference_mode():
+        want = runner._hidden(32, sequences)[[18, 19, 20, 21, 22, 23, 24]]
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_chunks_buckets_and_companions_give_equal_bits() -> None:
+    model = _model(torch.float16)
+    tokens, other = torch.randint(0, VOCAB, (40,)).tolist(), torch.randint(0, VOCAB, (9,)).tolist()
+    whole = Harness(model, 64)
+    want = whole.hidden(64, [_rows(tokens, 0, 40, [1, 2, 3])])
+    pieces = Harness(model, 64)
+    got = [pieces.hidden(16, [_rows(tokens, 0, 7, [9, 4, 0])])]
+    got.append(pieces.hidden(32, [_rows(other, 0, 9, [5]), _rows(tokens, 7, 12, [9, 4, 0])])[9:])
+    got.append(pieces.hidden(1, [_rows(tokens, 19, 1, [9, 4, 0])]))
+    got.append(pieces.hidden(32, [_rows(tokens, 20, 20, [9, 4, 0]), _rows(other, 8, 1, [5])])[:20])
+    assert torch.equal(torch.cat(got).view(torch.int16), want.view(torch.int16))
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.2, top_k=7, top_p=0.8, seed=6),
+    SamplingParams(temperature=0.5, min_p=0.1, repetition_penalty=1.3, seed=7),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.7, logit_bias=((4, 30.0), (5, -30.0))),
+    SamplingParams(min_tokens=9, min_tokens_banned=(0, 1, 2)),
+]
+
+
+def test_sampler_equals_the_row_sampler() -> None:
+    logits = (torch.randn(len(PARAMS), VOCAB) * 3).round(decimals=1)
+    logits[5, 1] = 50.0
+    history = torch.randint(0, VOCAB, (12,)).tolist() * 2
+    stats = row_stats(logits)
+    rows = [i for i, p in enumerate(PARAMS) if not is_plain(p)]
+    assert rows == [1, 2, 3, 4, 5]
+    draw_rows(logits, stats, rows, [SampledRow(PARAMS[i], history, 20, 3) for i in rows])
+    ids, values = alternatives(logits, stats, [0, 2], 3)
+    for i, params in enumerate(PARAMS):
+        want = sample_row(logits[i], params, history, 20, 3)
+        assert int(stats.token[i]) == want.token
+        assert abs(float(stats.logprob[i]) - want.logprob.logprob) < 1e-5
+        if i in (0, 2):
+            assert ids[[0, 2].index(i)].tolist() == [t for t, _ in want.logprob.top]
+    assert values.shape == (2, 3)
+    assert not stats.bad.any()
+
+
+def test_a_nan_row_is_flagged_and_its_neighbour_untouched() -> None:
+    logits = torch.randn(2, VOCAB)
+    clean = row_stats(logits.clone())
+    logits[0, 5] = float("nan")
+    stats = row_stats(logits)
+    draw_rows(logits, stats, [0], [SampledRow(PARAMS[1], [1, 2], 1, 0)])
+    assert stats.bad.tolist() == [1, 0]
+    assert torch.equal(stats.log_sum[1], clean.log_sum[1])
