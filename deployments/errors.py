@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
@@ -77,7 +77,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 def respond(status: int, body: dict[str, Any]) -> Response:
     """The error as a response, with Retry-After where waiting helps."""
     retry = RETRY_AFTER_S.get(status)
-    return JSONResponse(body, status, headers={"Retry-After": str(retry)} if retry else None)
+    headers = {"Retry-After": str(retry)} if retry else None
+    # ASCII, because the message may quote a lone surrogate that the request held
+    return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
 def from_exception(error: Exception) -> Response:

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -171,6 +173,10 @@ class Service:
         """Ends the cluster, and with it replicas and verifiers; streams in progress are cut."""
         import ray
 
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # an impatient second Ctrl-C must not leave half of it
         ray.shutdown()
 
 

@@ -102,7 +102,7 @@ def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...
     """Prompts as token ids, each not empty and inside the vocabulary."""
     if isinstance(body, ChatBody):
         text = tokenizer.apply_chat_template([m.for_template() for m in body.messages])
-        raw, param = [tokenizer.encode(text)], "messages"
+        raw, param = [tokenizer.encode(_unicode(text, "messages"))], "messages"
     else:
         assert isinstance(body, CompletionBody)
         raw, param = _completion_prompts(body, tokenizer), "prompt"
@@ -133,7 +133,16 @@ def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
     """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
-    return tokenizer.encode(text, add_special=True) if text else []
+    return tokenizer.encode(_unicode(text, "prompt"), add_special=True) if text else []
+
+
+def _unicode(text: str, param: str) -> str:
+    """The text itself; JSON can carry a lone surrogate, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(f"{param}: not valid Unicode: {error.reason}", param) from error
+    return text
 
 
 def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:

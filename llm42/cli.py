@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -88,9 +88,11 @@ def serve(
             problem = _certification_problem(service)
             status.stop()
             _announce(service.url, settings, problem)
-            stop.wait()
+            with suppress(KeyboardInterrupt):
+                stop.wait()
+            err.print("Stopping ...")
     except KeyboardInterrupt:
-        err.print("Stopped.")
+        err.print("Interrupted; nothing is left running.")
 
 
 def _interrupt(*_: object) -> NoReturn:

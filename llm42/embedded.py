@@ -24,7 +24,7 @@ class Embedded:
         model = settings.model
         loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
         self.settings, self.tokenizer = settings, Tokenizer.load(model.path)
-        self.verifier: Verifier | None = build_verifier(settings, loaded).start() if deterministic else None
+        self.verifier: Verifier | None = build_verifier(settings, loaded, self.tokenizer).start() if deterministic else None
         self.engine = TorchEngine(loaded, settings.engine)
         self.engine.start()
         client = LocalVerifier(self.verifier) if self.verifier else None
