@@ -1,1 +1,2 @@
-"""Operators of the canonical verifier: one file per operator, with its providers and a plain reference beside them."""
+"""Operators of the canonical verifier: one file per operator, with its providers and a plain reference
+beside them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from kernels import linear, rmsnorm, rotary, silu_mul
 from kernels.operators import Operators
 
-PROVIDERS = {
+PROVIDERS: dict[str, dict[str, Any]] = {
     "linear": linear.CPU_PROVIDERS,
     "rms_norm": rmsnorm.CPU_PROVIDERS,
     "rotary": rotary.CPU_PROVIDERS,

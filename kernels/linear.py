@@ -1,19 +1,22 @@
 """Matrix product y = x W^T + b.
 
-CPU: activations are widened to float32, the product runs in float32 on float32 weights, and is rounded once to the
-activation dtype. Providers, fastest first:
+CPU: activations are widened to float32, the product runs in float32 on float32 weights, and is rounded
+once to the activation dtype. Providers, fastest first:
 
 `mkl`      one sgemm over all rows. A closed library: it is row-invariant only where certification finds it so
            (it groups row counts into classes that differ from machine to machine).
-`mkl-tile` sgemm calls of exactly TILE_ROWS rows, the last one padded with zeros: the call's shape never changes, so
+`mkl-tile` sgemm calls of exactly TILE_ROWS rows, the last one padded with zeros: the call's shape never
+changes, so
            only a row's place in the tile could matter.
 `row`      one sgemv-shaped call per row: the same call for every row whatever the step.
 
 CUDA: 16-bit operands, float32 accumulator, one rounding. Providers, fastest first:
 
-`cublas`   one library product, with split-K ruled out by an environment without workspace (CUBLAS_ENVIRONMENT). Which
+`cublas`   one library product, with split-K ruled out by an environment without workspace
+(CUBLAS_ENVIRONMENT). Which
            kernel a shape picks is the library's choice: certification compares the bits.
-`triton`   K in ascending order into one accumulator per output element: row-invariant by construction, and with any
+`triton`   K in ascending order into one accumulator per output element: row-invariant by construction, and
+with any
            tile size the same bits as `cublas` where that sums K in order too.
 """
 
@@ -21,14 +24,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.operators import Operators
+
 TILE_ROWS = 16
 CUBLAS_ENVIRONMENT = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
-"""Without workspace cuBLAS cannot split K. Read by the library when CUDA starts: set it in the process's environment."""
+"""Without workspace cuBLAS cannot split K. Read by the library when CUDA starts: set it in the process's
+environment."""
 
 
 class CublasEnvironmentError(RuntimeError):
@@ -53,7 +60,7 @@ def linear_mkl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _product_tiled(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.shape[0]
     padded = F.pad(x.float(), (0, 0, 0, -rows % TILE_ROWS))
-    tiles = [F.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
+    tiles = [F.linear(tile, weight) for tile in torch.split(padded, TILE_ROWS)]
     return torch.cat(tiles)[:rows]
 
 
@@ -64,7 +71,7 @@ def linear_mkl_tile(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _product_rows(x: Tensor, weight: Tensor) -> Tensor:
     # clone(): every call sees its row at the start of a fresh, equally aligned buffer
-    return torch.cat([F.linear(row.clone(), weight) for row in x.float().split(1)])
+    return torch.cat([F.linear(row.clone(), weight) for row in torch.split(x.float(), 1)])
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +100,11 @@ CPU_LM_HEAD_PROVIDERS = {"mkl": lm_head_mkl, "mkl-tile": lm_head_mkl_tile, "row"
 
 def check_cublas_environment() -> None:
     """Raises CublasEnvironmentError unless this process was started without cuBLAS workspace."""
-    wrong = {name: os.environ.get(name) for name, value in CUBLAS_ENVIRONMENT.items() if os.environ.get(name) != value}
+    wrong = {
+        name: os.environ.get(name)
+        for name, value in CUBLAS_ENVIRONMENT.items()
+        if os.environ.get(name) != value
+    }
     if wrong:
         wanted = " ".join(f"{name}={value}" for name, value in CUBLAS_ENVIRONMENT.items())
         raise CublasEnvironmentError(f"the verifier's process must be started with {wanted}; found {wrong}")
@@ -135,7 +146,9 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product_triton(x, weight, bias, x.new_empty(x.shape[0], weight.shape[0]))
 
 
-def _allocating(into: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def _allocating(
+    into: Callable[[Tensor, Tensor, Tensor], None],
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias is None, "a bias in the output layer is refused by the model's allow-list"
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
@@ -148,3 +161,19 @@ def _allocating(into: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Ten
 CUDA_PROVIDERS = {"cublas": linear_cublas, "triton": linear_triton}
 CUDA_LM_HEAD_INTO = {"cublas": lm_head_cublas_into, "triton": lm_head_triton_into}
 CUDA_LM_HEAD_PROVIDERS = {name: _allocating(into) for name, into in CUDA_LM_HEAD_INTO.items()}
+
+
+def linear_split_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product that sums K in one piece for a single row and in two pieces for more: what GPU libraries
+    do. For the demonstration on machines whose own products do not depend on the batch."""
+    if x.shape[0] == 1:
+        return linear_mkl(x, weight, bias)
+    half = x.shape[1] // 2
+    y = F.linear(x[:, :half].float(), weight[:, :half]) + F.linear(x[:, half:].float(), weight[:, half:])
+    return _finish(y, bias, x.dtype)
+
+
+def batch_dependent(ops: Operators) -> Operators:
+    """`ops` with linear_split_by_rows as its product."""
+    providers = (*(p for p in ops.providers if p[0] != "linear"), ("linear", "split-by-rows"))
+    return replace(ops, linear=linear_split_by_rows, providers=providers)

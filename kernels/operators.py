@@ -23,9 +23,9 @@ class Operators:
     """Row-wise operators of a Llama-type decoder. T rows, activation dtype A, weight dtype W.
 
     linear(x [T, K] A, weight [N, K] W, bias [N] or None) -> [T, N] A
-    rms_norm(x [T, H] A, residual [T, H] A or None, weight [H] W, eps) -> (normed [T, H] A, new residual [T, H] A)
-    rotary(q [T, Hq, D] A, k [T, Hk, D] A, positions [T] int64, cos_sin [P, D] float32) -> (q, k) rotated
-    silu_mul(x [T, 2 I] A) -> silu(x[:, :I]) * x[:, I:], [T, I] A
+    rms_norm(x [T, H] A, residual [T, H] A or None, weight [H] W, eps) -> (normed [T, H] A, new residual
+    [T, H] A) rotary(q [T, Hq, D] A, k [T, Hk, D] A, positions [T] int64, cos_sin [P, D] float32) -> (q, k)
+    rotated silu_mul(x [T, 2 I] A) -> silu(x[:, :I]) * x[:, I:], [T, I] A
     lm_head(x [R, H] A, weight [V, H] W, bias None) -> logits [R, V] float32
     """
 
@@ -39,14 +39,16 @@ class Operators:
 
 
 def storage_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """The dtype weights of products are kept in: float32 on CPU (values rounded to `dtype`), `dtype` on CUDA."""
+    """The dtype weights of products are kept in: float32 on CPU (values rounded to `dtype`), `dtype` on
+    CUDA."""
     return torch.float32 if device == "cpu" else dtype
 
 
 def by_row(operator: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """The provider of last resort for an elementwise operator: one call per row, so the call's shape never changes."""
+    """The provider of last resort for an elementwise operator: one call per row, so the call's shape never
+    changes."""
 
     def run(x: Tensor) -> Tensor:
-        return torch.cat([operator(row.clone()) for row in x.split(1)])
+        return torch.cat([operator(row.clone()) for row in torch.split(x, 1)])
 
     return run

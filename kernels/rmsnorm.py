@@ -3,8 +3,8 @@
     s = x + residual (float32, or x alone);  new_residual = round(s)
     normed = round(s * rsqrt(mean(s^2) + eps) * weight)
 
-The variance uses the unrounded s, as a compiled GPU graph does. Reduction order: along one row only; the row's length
-is fixed by the model, so no other row can change it.
+The variance uses the unrounded s, as a compiled GPU graph does. Reduction order: along one row only; the
+row's length is fixed by the model, so no other row can change it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 
-def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """float64 version. x, residual [T, H], weight [H] -> (normed [T, H], new residual [T, H]) in x's dtype."""
+def rms_norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """float64 version. x, residual [T, H], weight [H] -> (normed [T, H], new residual [T, H]) in x's
+    dtype."""
     s = x.double() if residual is None else x.double() + residual.double()
     normed = s / torch.sqrt(s.square().mean(-1, keepdim=True) + eps) * weight.double()
     return normed.to(x.dtype), s.to(x.dtype)
@@ -29,8 +32,8 @@ def rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 def rms_norm_row(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """One call per leading index: the call's shape never changes."""
-    rows = x.split(1)
-    residuals = [None] * len(rows) if residual is None else residual.split(1)
+    rows = torch.split(x, 1)
+    residuals = [None] * len(rows) if residual is None else torch.split(residual, 1)
     out = [
         rms_norm_torch(a.clone(), None if b is None else b.clone(), weight, eps)
         for a, b in zip(rows, residuals, strict=True)
@@ -42,7 +45,8 @@ CPU_PROVIDERS = {"torch": rms_norm_torch, "row": rms_norm_row}
 
 
 def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One program per row; the order of the sum follows from the row's length alone. x [..., H], residual [T, H]."""
+    """One program per row; the order of the sum follows from the row's length alone. x [..., H], residual
+    [T, H]."""
     shape, width = x.shape, x.shape[-1]
     x = x.reshape(-1, width)
     normed = torch.empty_like(x)
@@ -54,7 +58,8 @@ def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
 def launch_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, summed: Tensor, eps: float
 ) -> None:
-    """Into given buffers [T, H]; `summed` may be `residual` itself and is not written when residual is None."""
+    """Into given buffers [T, H]; `summed` may be `residual` itself and is not written when residual is
+    None."""
     from kernels.gpu.elementwise import rms_norm_kernel
     from kernels.gpu.launch import STRICT
 

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., RoFormer), half-split layout as in HF Llama checkpoints.
 
-For each head, with (a, b) the two halves:  a' = a cos - b sin,  b' = b cos + a sin;  cos and sin are a float32 table
-of [positions, D] with cos in the first half of a row and sin in the second. float32 inside, one rounding. Elementwise:
-no reduction.
+For each head, with (a, b) the two halves:  a' = a cos - b sin,  b' = b cos + a sin;  cos and sin are a
+float32 table of [positions, D] with cos in the first half of a row and sin in the second. float32 inside,
+one rounding. Elementwise: no reduction.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_torch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D] float32 -> rotated q, k in their dtype."""
+    """q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D] float32 -> rotated q, k in their
+    dtype."""
     cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -36,7 +37,7 @@ def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -
 
 def rotary_row(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """One call per row: the call's shape never changes."""
-    rows = zip(q.split(1), k.split(1), positions.split(1), strict=True)
+    rows = zip(torch.split(q, 1), torch.split(k, 1), torch.split(positions, 1), strict=True)
     out = [rotary_torch(a.clone(), b.clone(), p, cos_sin) for a, b, p in rows]
     return torch.cat([a for a, _ in out]), torch.cat([b for _, b in out])
 
@@ -60,7 +61,8 @@ def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rotary_triton(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes as rotary_torch; a cos and b sin are rounded apart (no fused multiply-add), as plain torch does."""
+    """Shapes as rotary_torch; a cos and b sin are rounded apart (no fused multiply-add), as plain torch
+    does."""
     return _rotate_triton(q, positions, cos_sin), _rotate_triton(k, positions, cos_sin)
 
 

@@ -1,4 +1,5 @@
-"""SiLU-and-multiply of a gated MLP: round(silu(gate) * up), float32 inside, one rounding. Elementwise: no reduction."""
+"""SiLU-and-multiply of a gated MLP: round(silu(gate) * up), float32 inside, one rounding. Elementwise: no
+reduction."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Paged KV: a pool of fixed-size blocks with reference counts, and a content-addressed index over finished blocks.
+"""Paged KV: a pool of fixed-size blocks with reference counts, and a content-addressed index over finished
+blocks.
 
-A block is *free* (no content of value), *held* (reference count > 0) or *cached* (count 0, but its content is published
-under a key and may be found again; the least recently used one is evicted when blocks run out).
+A block is *free* (no content of value), *held* (reference count > 0) or *cached* (count 0, but its content
+is published under a key and may be found again; the least recently used one is evicted when blocks run out).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class OutOfBlocks(Exception):
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """SHA-256 over the parent block's key and this block's token ids; the first block's parent is the fingerprint."""
+    """SHA-256 over the parent block's key and this block's token ids; the first block's parent is the
+    fingerprint."""
     return hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
 
 
@@ -79,7 +81,8 @@ class BlockPool:
                     self._idle[block] = None
 
     def publish(self, block: int, key: bytes) -> None:
-        """Makes a completely written block findable. The first block under a key wins; its content never changes."""
+        """Makes a completely written block findable. The first block under a key wins; its content never
+        changes."""
         if self._keys[block] is None and key not in self._index:
             self._keys[block] = key
             self._index[key] = block
@@ -104,7 +107,9 @@ class BlockPool:
             keys.append(parent)
         return blocks, keys
 
-    def publish_prefix(self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int) -> None:
+    def publish_prefix(
+        self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int
+    ) -> None:
         """Publishes every full block within tokens[:written]; `keys` caches the chain and is extended."""
         full = min(written // self.block_size, len(blocks))
         for i in range(len(keys), full):
@@ -122,7 +127,8 @@ class BlockPool:
     def check(self) -> None:
         """Invariants, for idle time and tests: every block is in exactly one state and the index agrees."""
         free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free) and not free & idle, "a block is free twice, or free and cached"
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & idle, "a block is free and cached"
         for block in range(self.num_blocks):
             assert (self._refs[block] == 0) == (block in free or block in idle), f"block {block} lost"
             assert (block in free) <= (self._keys[block] is None), f"free block {block} is published"

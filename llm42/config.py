@@ -17,7 +17,9 @@ class _Section(BaseModel):
 class ModelSettings(_Section):
     """Which model is served and in which arithmetic."""
 
-    path: str = Field(".models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", description="GGUF file or HF directory")
+    path: str = Field(
+        ".models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", description="GGUF file or HF directory"
+    )
     name: str = Field("SmolLM2-135M-Instruct", description="name in the API")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="activation dtype; weights are rounded to it. On CPU, products run in float32"
@@ -42,10 +44,14 @@ class VerifierSettings(_Section):
 
     kv_tokens: int = Field(16384, gt=0, description="KV cache of a verifier, in tokens")
     block_size: int = Field(16, gt=0)
-    buckets: tuple[int, ...] = Field((8, 16, 32, 64, 128, 256), description="step sizes, in rows")
+    buckets: tuple[int, ...] = Field((8, 16, 32, 64, 128), description="step sizes, in rows")
     threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
-    max_waiting: int = Field(256, gt=0, description="windows that may wait; beyond it the verifier says overloaded")
-    certificate_dir: str | None = Field(".cache/certificates", description="where certificates are kept; None: never")
+    max_waiting: int = Field(
+        256, gt=0, description="windows that may wait; beyond it the verifier says overloaded"
+    )
+    certificate_dir: str | None = Field(
+        ".cache/certificates", description="where certificates are kept; None: never"
+    )
 
     @model_validator(mode="after")
     def _sorted(self) -> VerifierSettings:
@@ -61,9 +67,15 @@ class SessionSettings(_Section):
     max_window: int = Field(63, gt=0, description="longest window")
     start_window: int = Field(15, gt=0, description="target length before acceptance is known")
     lookahead: int = Field(128, gt=0, description="candidates that may be ahead of the last commit")
-    commit_deadline_s: float = Field(0.5, gt=0, description="a window is sent when the last commit is older than this")
-    verify_timeout_s: float = Field(60.0, gt=0, description="a verify call without an answer for this long is retried")
-    verify_attempts: int = Field(4, gt=0, description="tries of one window before the request ends with an error")
+    commit_deadline_s: float = Field(
+        0.5, gt=0, description="a window is sent when the last commit is older than this"
+    )
+    verify_timeout_s: float = Field(
+        60.0, gt=0, description="a verify call without an answer for this long is retried"
+    )
+    verify_attempts: int = Field(
+        4, gt=0, description="tries of one window before the request ends with an error"
+    )
 
     @model_validator(mode="after")
     def _order(self) -> SessionSettings:
@@ -78,7 +90,9 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     deterministic_default: bool = Field(False, description="what a request without the field gets")
-    default_seed: int = Field(42, description="seed of a deterministic request that names none; echoed in the reply")
+    default_seed: int = Field(
+        42, description="seed of a deterministic request that names none; echoed in the reply"
+    )
     max_queued: int = Field(256, gt=0, description="requests a replica holds; beyond it 429")
     ingress_replicas: int = Field(1, gt=0)
     fastpath_replicas: int = Field(1, gt=0)
@@ -105,5 +119,6 @@ class Settings(_Section):
 
 
 def engine_threads(settings: EngineSettings) -> int:
-    """The engine's thread count: as configured, or half of the cores so that a verifier has room beside it."""
+    """The engine's thread count: as configured, or half of the cores so that a verifier has room beside
+    it."""
     return settings.threads or max(1, (os.cpu_count() or 2) // 2)

@@ -1,7 +1,8 @@
 """Runs requests: connects an engine, a verifier client and a tokenizer, and streams deltas.
 
-A deterministic request is a session (llm42/session.py) driven by two kinds of events, candidates and commits; a
-best-effort request passes the engine's output through. Leaving the generator, for whatever reason, frees everything.
+A deterministic request is a session (llm42/session.py) driven by two kinds of events, candidates and
+commits; a best-effort request passes the engine's output through. Leaving the generator, for whatever
+reason, frees everything.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm42 import metrics as m
 from llm42.config import Settings
-from llm42.engine.base import Engine, EngineOutput
+from llm42.engine.base import Engine, EngineOutput, Sink
 from llm42.protocol import (
     Commit,
     Delta,
@@ -46,7 +47,8 @@ class VerifierClient(Protocol):
     """Where windows go. Answers come in the order of the windows."""
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is pure."""
+        """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
+        pure."""
         ...
 
     def release(self, request_id: str) -> None:
@@ -80,9 +82,7 @@ class Generator:
         inbox: asyncio.Queue[EngineOutput] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         try:
-            self.engine.submit(
-                request, lambda o: loop.call_soon_threadsafe(inbox.put_nowait, o), request.max_tokens
-            )
+            self.engine.submit(request, _into(inbox, loop), request.max_tokens)
             finish: FinishReason | None = None
             while finish is None:
                 output = await inbox.get()
@@ -136,6 +136,15 @@ class Generator:
         )
 
 
+def _into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
+    """A sink that hands the engine thread's outputs to a queue of the event loop."""
+
+    def sink(output: EngineOutput) -> None:
+        loop.call_soon_threadsafe(inbox.put_nowait, output)
+
+    return sink
+
+
 class _Drive:
     """One deterministic request in progress."""
 
@@ -160,19 +169,15 @@ class _Drive:
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
-        loop = asyncio.get_running_loop()
-
-        def sink(output: EngineOutput) -> None:
-            loop.call_soon_threadsafe(self.inbox.put_nowait, output)
-
+        sink = _into(self.inbox, asyncio.get_running_loop())
         self.owner.engine.submit(self.request, sink, self.session.limit)
-        while self.session.finish is None:
+        while not self.session.done:
             for event in await self._events():
                 for action in self._handle(event):
                     delta = self._act(action, event)
                     if delta is not None:
                         yield delta
-                    if self.session.finish is not None:
+                    if self.session.done:
                         return
             window = self.session.due(time.monotonic())
             if window is not None:
@@ -208,7 +213,13 @@ class _Drive:
         elif isinstance(action, Emit):
             fingerprint = event.fingerprint if isinstance(event, Commit) else None
             return self.owner._delta(
-                request, self.text, action.tokens, action.logprobs, self.session.finish, self.session, fingerprint
+                request,
+                self.text,
+                action.tokens,
+                action.logprobs,
+                self.session.finish,
+                self.session,
+                fingerprint,
             )
         return None
 

@@ -1,10 +1,10 @@
 """Gumbel noise from a counter: a pure integer function of (seed, absolute position, vocabulary id).
 
-Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call gives the four words
-of vocabulary ids 4 j .. 4 j + 3:
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call gives the
+four words of vocabulary ids 4 j .. 4 j + 3:
 
-    counter = (j, position & 0xFFFFFFFF, position >> 32, 0)      key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    u = (word + 0.5) / 2^32          gumbel = -ln(-ln u)          both in float64
+    counter = (j, position & 0xFFFFFFFF, position >> 32, 0)      key = (seed & 0xFFFFFFFF, (seed >> 32) &
+    0xFFFFFFFF) u = (word + 0.5) / 2^32          gumbel = -ln(-ln u)          both in float64
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _MASK = 0xFFFFFFFF
 
 
 def _mul_hi_lo(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """32 x 32 -> 64 bit product as (high, low) words. `a` holds uint32 values in int64; the product wraps mod 2^64,
-    which two's complement makes the unsigned product's bits."""
+    """32 x 32 -> 64 bit product as (high, low) words. `a` holds uint32 values in int64; the product wraps
+    mod 2^64, which two's complement makes the unsigned product's bits."""
     product = a * m
     return (product >> 32) & _MASK, product & _MASK
 

@@ -18,8 +18,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the next token is drawn from the logits (docs/determinism.md, "Sampling").
 
-    Neutral values switch a stage off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, repetition_penalty 1,
-    presence and frequency penalty 0, empty logit_bias, min_tokens 0.
+    Neutral values switch a stage off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0,
+    repetition_penalty 1, presence and frequency penalty 0, empty logit_bias, min_tokens 0.
     """
 
     temperature: float = 0.0
@@ -55,7 +55,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of `token` under the raw logits, and the most likely alternatives, best first."""
+    """Natural-log probability of `token` under the raw logits, and the most likely alternatives, best
+    first."""
 
     token: int
     logprob: float
@@ -64,7 +65,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Candidates of one request to be verified: `candidates[i]` was proposed for position `len(tokens) + i`."""
+    """Candidates of one request to be verified: `candidates[i]` was proposed for position `len(tokens) +
+    i`."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -76,7 +78,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTimings:
-    """Where a window's time went (seconds), and how many rows were computed and how many came from the cache."""
+    """Where a window's time went (seconds), and how many rows were computed and how many came from the
+    cache."""
 
     queue_s: float = 0.0
     compute_s: float = 0.0
@@ -102,7 +105,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The verifier cannot answer this window, ever (too long, NaN logits): the request ends with this error."""
+    """The verifier cannot answer this window, ever (too long, NaN logits): the request ends with this
+    error."""
 
     request_id: str
     code: str

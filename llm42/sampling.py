@@ -1,8 +1,9 @@
 """Sampling as a pure function of one row's logits, the request's parameters and the tokens before it.
 
 Stages, in order (docs/determinism.md, "Sampling"), all in float32 unless said:
-1. repetition penalty over prompt and output (l > 0 ? l / r : l * r), then frequency * count and presence over the
-   output are subtracted; 2. logit_bias is added, ids banned by min_tokens become -inf; 3. division by temperature;
+1. repetition penalty over prompt and output (l > 0 ? l / r : l * r), then frequency * count and presence
+   over the output are subtracted; 2. logit_bias is added, ids banned by min_tokens become -inf; 3.
+   division by temperature;
 4. top-k; 5. top-p over the softmax of what is left (float64 cumulative sum, the id that crosses p is kept);
 6. min-p: an id stays if ln p >= ln p_max + ln(min_p); 7. argmax of (value + Gumbel noise) in float64.
 Temperature 0 stops after stage 2 with a plain argmax. Every tie, at a border too, goes to the lowest id.
@@ -14,7 +15,7 @@ One row at a time: every tensor has the row's fixed shape [V], so no other row c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from llm42.noise import gumbel_row
 from llm42.protocol import SamplingParams, TokenLogprob
 
 NEG_INF = float("-inf")
+TOP_P_HEAD = 1024
 
 
 @dataclass(slots=True)
@@ -34,6 +36,28 @@ class Sampled:
     logprob: TokenLogprob
     finite: bool = True
     """False: the row's logits hold NaN, or no finite value at all; the request must end with an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one row's draw depends on besides its logits: see `sample_row`."""
+
+    params: SamplingParams
+    history: Sequence[int]
+    prompt_len: int
+    num_logprobs: int = 0
+
+
+StepSampler = Callable[[Tensor, Sequence[Draw]], list[Sampled]]
+
+
+def sample_step(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
+    """Every row of a step, each by itself. logits [R, V] float32, R = len(draws)."""
+    # clone: a row of its own, aligned the same way wherever it stood in the step
+    return [
+        sample_row(row.clone(), d.params, d.history, d.prompt_len, d.num_logprobs)
+        for row, d in zip(logits, draws, strict=True)
+    ]
 
 
 def sample_row(
@@ -63,7 +87,8 @@ def draw(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_
 
 
 def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:
-    """Stages 1 and 2: penalties, logit_bias, min_tokens. [V] float32 -> [V] float32 (the input is not changed)."""
+    """Stages 1 and 2: penalties, logit_bias, min_tokens. [V] float32 -> [V] float32 (the input is not
+    changed)."""
     values = logits
     if params.repetition_penalty != 1.0 and history:
         seen = torch.tensor(sorted(set(history)), device=logits.device)
@@ -106,18 +131,37 @@ def _top_k(values: Tensor, k: int) -> Tensor:
 
 
 def _top_p(values: Tensor, p: float, keep: Tensor | None) -> Tensor:
-    ids = torch.arange(values.shape[0], device=values.device) if keep is None else keep.nonzero().flatten()
-    order = values[ids].sort(descending=True, stable=True)
-    weight = (order.values - order.values[0]).exp().double()
-    before = weight.cumsum(0) - weight
-    chosen = ids[order.indices[before < p * weight.sum()]]
+    if keep is not None:
+        values = torch.where(keep, values, NEG_INF)
+    mass = p * (values - values.max()).exp().sum(dtype=torch.float64)
+    chosen = None
+    if values.shape[0] > TOP_P_HEAD:
+        # the head alone decides when the border falls inside it: sorting 1,000 values instead of 100,000
+        head = (values > values.topk(TOP_P_HEAD).values[-1]).nonzero().flatten()
+        chosen = _nucleus(values, head, mass)
+    if chosen is None:
+        chosen = _nucleus(values, torch.arange(values.shape[0], device=values.device), mass)
+    assert chosen is not None
     result = torch.zeros(values.shape[0], dtype=torch.bool, device=values.device)
     result[chosen] = True
     return result
 
 
+def _nucleus(values: Tensor, ids: Tensor, mass: Tensor) -> Tensor | None:
+    """The fewest ids, most likely first, whose weight reaches `mass`; None if `ids` (not all of them) hold
+    less."""
+    order = values[ids].sort(descending=True, stable=True)
+    weight = (order.values - values.max()).exp().double()
+    before = weight.cumsum(0) - weight
+    inside = before < mass
+    if len(ids) < len(values) and bool(inside.all()):
+        return None
+    return ids[order.indices[inside & (order.values > NEG_INF)]]
+
+
 def token_logprob(logits: Tensor, token: int, num_logprobs: int = 0) -> TokenLogprob:
-    """ln softmax(logits)[token] and the num_logprobs most likely ids (ties: lowest id first). logits [V] float32."""
+    """ln softmax(logits)[token] and the num_logprobs most likely ids (ties: lowest id first). logits [V]
+    float32."""
     top_value = logits.max()
     log_sum = (logits - top_value).exp().sum(dtype=torch.float64).log() + top_value.double()
     top: tuple[tuple[int, float], ...] = ()

@@ -1,8 +1,9 @@
-"""The decode-verify-rollback session of one deterministic request: a state machine without clocks, threads or I/O.
+"""The decode-verify-rollback session of one deterministic request: a state machine without clocks, threads
+or I/O.
 
-Events go in (`candidates`, `commit`), actions come out. Nothing but `commit` adds to `committed`, and only committed
-tokens are ever emitted. Which window is sent when depends on timing; what a window's answer is does not, so the
-output is a function of the request and the verifier's fingerprint.
+Events go in (`candidates`, `commit`), actions come out. Nothing but `commit` adds to `committed`, and only
+committed tokens are ever emitted. Which window is sent when depends on timing; what a window's answer is
+does not, so the output is a function of the request and the verifier's fingerprint.
 """
 
 from __future__ import annotations
@@ -57,10 +58,16 @@ class Session:
     target: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
     _fast: int = 0
-    """Output tokens the fast path has reported in this epoch and that agree with `committed` and `proposed`."""
+    """Output tokens the fast path has reported in this epoch and that agree with `committed` and
+    `proposed`."""
 
     def __post_init__(self) -> None:
         self.target = self.settings.start_window
+
+    @property
+    def done(self) -> bool:
+        """Whether the output has ended."""
+        return self.finish is not None
 
     @property
     def limit(self) -> int:
@@ -112,7 +119,9 @@ class Session:
         window = self.in_flight
         assert window is not None, "a commit without a window in flight"
         if commit.request_id != window.request_id or commit.base != len(window.tokens):
-            raise ValueError(f"commit for {commit.request_id}@{commit.base} does not answer this session's window")
+            raise ValueError(
+                f"commit for {commit.request_id}@{commit.base} does not answer this session's window"
+            )
         self.in_flight, self.last_commit = None, now
         accepted, sent = commit.accepted, len(window.candidates)
         emit = self._append((*window.candidates[:accepted], commit.next_token), commit.logprobs)
@@ -123,7 +132,9 @@ class Session:
         elif self.proposed and self.proposed[0] != commit.next_token and not self.finish:
             actions = [emit, self._roll_back(lost=len(self.proposed))]
         else:
-            del self.proposed[:1]  # the bonus token is what the fast path decoded, or it has not got there yet
+            del self.proposed[
+                :1
+            ]  # the bonus token is what the fast path decoded, or it has not got there yet
             actions = [emit, Extend(self.limit)]
         return actions[:1] if self.finish else actions
 
@@ -132,8 +143,8 @@ class Session:
         self.finish = self.finish or reason
 
     def _window_length(self) -> tuple[int, bool]:
-        """How many candidates to send, and whether waiting for more is pointless: the output may end there, or the
-        fast path is at its lookahead bound."""
+        """How many candidates to send, and whether waiting for more is pointless: the output may end
+        there, or the fast path is at its lookahead bound."""
         length = min(len(self.proposed), self.settings.max_window)
         for i, token in enumerate(self.proposed[:length]):
             if token in self.request.stop_token_ids:
@@ -164,8 +175,8 @@ class Session:
         return Rollback(tuple(self.committed), self.epoch, self.limit)
 
     def _adapt(self, commit: Commit, sent: int) -> None:
-        """Doubles the target length after a full match, or when the verifier's queue is what commits wait for;
-        halves it after a mismatch. Lengths of 2^k - 1 candidates make windows of 2^k rows."""
+        """Doubles the target length after a full match, or when the verifier's queue is what commits wait
+        for; halves it after a mismatch. Lengths of 2^k - 1 candidates make windows of 2^k rows."""
         full = commit.accepted == sent
         if full or commit.timings.queue_s > self.settings.commit_deadline_s:
             self.target = min(self.settings.max_window, 2 * self.target + 1)

@@ -1,5 +1,5 @@
-"""From committed tokens to text: incremental detokenisation and stop strings, one token at a time, so that the result
-does not depend on how tokens were grouped into commits."""
+"""From committed tokens to text: incremental detokenisation and stop strings, one token at a time, so that
+the result does not depend on how tokens were grouped into commits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from llm42.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(slots=True)
 class OutputText:
-    """Text of one output. `push` returns what may be shown; a part that could begin a stop string is held back."""
+    """Text of one output. `push` returns what may be shown; a part that could begin a stop string is held
+    back."""
 
     tokenizer: Tokenizer
     stop: Sequence[str] = ()
@@ -24,7 +25,8 @@ class OutputText:
         self._detokenizer = Detokenizer(self.tokenizer)
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """Adds tokens; returns the text to show and how many tokens were used (fewer once a stop string is found)."""
+        """Adds tokens; returns the text to show and how many tokens were used (fewer once a stop string is
+        found)."""
         shown = ""
         for used, token in enumerate(tokens, 1):
             shown += self._add(self._detokenizer.push([token]))
@@ -36,10 +38,8 @@ class OutputText:
         """The rest, at the end of the output."""
         if self.stopped:
             return ""
-        shown = self._add(self._detokenizer.flush())
-        if self.stopped:
-            return shown
-        shown, self._held = shown + self._held, ""
+        shown = self._add(self._detokenizer.flush()) + self._held
+        self._held = ""
         return shown
 
     def _add(self, piece: str) -> str:

@@ -13,8 +13,9 @@ from llm42.protocol import FinishReason, Request, TokenLogprob
 class EngineOutput:
     """Tokens a request produced: `tokens[i]` is its output token number `start + i`.
 
-    `epoch` is the request's rollback count when they were decoded; older epochs are stale. `finish` and `error` are
-    final. A deterministic request never finishes by itself: it parks after an end token or at its limit.
+    `epoch` is the request's rollback count when they were decoded; older epochs are stale. `finish` and
+    `error` are final. A deterministic request never finishes by itself: it parks after an end token or at
+    its limit.
     """
 
     request_id: str

@@ -1,4 +1,5 @@
-"""One fast step on ordinary kernels with dynamic shapes: decode rows of all requests together, then prompt chunks."""
+"""One fast step on ordinary kernels with dynamic shapes: decode rows of all requests together, then prompt
+chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of one request: tokens at positions start, start + 1, ...; `table` covers all of them."""
+    """Consecutive rows of one request: tokens at positions start, start + 1, ...; `table` covers all of
+    them."""
 
     tokens: Sequence[int]
     start: int
@@ -26,7 +28,8 @@ class Rows:
 
 
 class BatchRunner:
-    """Runs steps over a paged KV cache. Shapes follow the load, so bits may depend on who else is in the step."""
+    """Runs steps over a paged KV cache. Shapes follow the load, so bits may depend on who else is in the
+    step."""
 
     def __init__(self, model: LoadedModel, ops: Operators, kv: KVCache) -> None:
         self.model, self.ops, self.kv = model, ops, kv
@@ -44,11 +47,10 @@ class BatchRunner:
 
 
 class _Attention:
-    """The `attend` callback of one step: writes KV, then one padded batch for decode and one call per prompt chunk."""
+    """The `attend` callback of one step: writes KV, then one padded batch for decode and one call per
+    prompt chunk."""
 
-    def __init__(
-        self, model: LoadedModel, kv: KVCache, decode: list[Rows], prefill: list[Rows]
-    ) -> None:
+    def __init__(self, model: LoadedModel, kv: KVCache, decode: list[Rows], prefill: list[Rows]) -> None:
         self.kv, self.scale = kv, model.config.head_dim**-0.5
         size = kv.block_size
         self.slots = torch.tensor(
@@ -63,7 +65,9 @@ class _Attention:
             last = torch.tensor([r.start for r in decode])
             future = torch.arange(longest * size)[None, :] > last[:, None]
             self.mask = torch.zeros(future.shape).masked_fill_(future, NEG_INF)[:, None, None, :]
-        self.prefill = [(r, torch.tensor(r.table[: (r.start + len(r.tokens) - 1) // size + 1])) for r in prefill]
+        self.prefill = [
+            (r, torch.tensor(r.table[: (r.start + len(r.tokens) - 1) // size + 1])) for r in prefill
+        ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.kv.write(layer, self.slots, k, v)
@@ -80,10 +84,11 @@ class _Attention:
         batch, _, kv_heads, dim = keys.shape
         grouped = q.float().view(batch, kv_heads, -1, dim) * self.scale
         scores = grouped @ keys.float().permute(0, 2, 3, 1) + self.mask
-        return (scores.softmax(-1) @ values.float().permute(0, 2, 1, 3)).reshape(batch, -1).to(q.dtype)
+        mixed: Tensor = scores.softmax(-1) @ values.float().permute(0, 2, 1, 3)
+        return mixed.reshape(batch, -1).to(q.dtype)
 
     def _chunk(self, layer: int, q: Tensor, table: Tensor, start: int) -> Tensor:
-        count, heads, dim = q.shape
+        count, _, dim = q.shape
         keys, values = self.kv.gather(layer, table)
         end = start + count
         k, v = keys[:end].float().permute(1, 2, 0), values[:end].float().permute(1, 0, 2)
@@ -92,5 +97,5 @@ class _Attention:
         scores = (grouped.reshape(kv_heads, -1, dim) @ k).view(kv_heads, -1, count, end)
         future = torch.ones(count, count, dtype=torch.bool).triu(1)
         scores[..., start:].masked_fill_(future, NEG_INF)
-        mixed = scores.softmax(-1).view(kv_heads, -1, end) @ v
+        mixed: Tensor = scores.softmax(-1).view(kv_heads, -1, end) @ v
         return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)

@@ -1,7 +1,7 @@
 """The embedded fast path: continuous batching over paged KV, chunked prefill, streaming, abort, rollback.
 
-`step()` is the whole loop: take commands, schedule, run, sample, report. It is written in the same shape as the
-verifier's; the difference is that here shapes follow the load.
+`step()` is the whole loop: take commands, schedule, run, sample, report. It is written in the same shape
+as the verifier's; the difference is that here shapes follow the load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llm42.config import EngineSettings, engine_threads
 from llm42.engine.base import EngineLoad, EngineOutput, Sink
 from llm42.engine.batch import BatchRunner, Rows
 from llm42.models.weights import LoadedModel
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
 from llm42.sampling import draw, token_logprob
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine: KV is written for tokens[:computed] in `blocks`; the rest is to be computed."""
+    """A request in the engine: KV is written for tokens[:computed] in `blocks`; the rest is to be
+    computed."""
 
     request: Request
     sink: Sink
@@ -75,7 +76,8 @@ class TorchEngine:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    # ---- any thread --------------------------------------------------------------------------------------------
+    # ---- any thread
+    # --------------------------------------------------------------------------------------------
 
     def start(self) -> TorchEngine:
         """Starts the loop's thread."""
@@ -96,7 +98,8 @@ class TorchEngine:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is gone."""
+        """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is
+        gone."""
         if self._closed or (self._thread is not None and not self._thread.is_alive()):
             raise Overloaded("the engine is not running")
         needed = len(request.prompt) + request.max_tokens
@@ -134,7 +137,8 @@ class TorchEngine:
             steps=self._steps,
         )
 
-    # ---- commands, engine thread -------------------------------------------------------------------------------
+    # ---- commands, engine thread
+    # -------------------------------------------------------------------------------
 
     def _enter(self, running: Running) -> None:
         self._requests[running.request.request_id] = running
@@ -173,7 +177,8 @@ class TorchEngine:
         self._pool.release(running.blocks)
         running.blocks, running.keys, running.computed = [], [], 0
 
-    # ---- the loop ----------------------------------------------------------------------------------------------
+    # ---- the loop
+    # ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         torch.set_num_threads(engine_threads(self.settings))
@@ -293,7 +298,8 @@ class TorchEngine:
             self._leave(request.request_id)
 
     def _plant(self, running: Running, token: int) -> int:
-        """Test plant `engine.corrupt_share`: a wrong candidate now and then, in deterministic requests only."""
+        """Test plant `engine.corrupt_share`: a wrong candidate now and then, in deterministic requests
+        only."""
         share = self.settings.corrupt_share
         if running.request.deterministic and share and self._corrupt.random() < share:
             return (token + 1 + self._corrupt.randrange(1000)) % self.model.config.vocab_size
@@ -303,7 +309,7 @@ class TorchEngine:
         self,
         running: Running,
         token: int | None = None,
-        logprobs: tuple = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         finish: FinishReason | None = None,
         error: str | None = None,
     ) -> None:

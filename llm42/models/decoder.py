@@ -28,14 +28,16 @@ def forward(model: LoadedModel, ops: Operators, tokens: Tensor, positions: Tenso
     for index, layer in enumerate(weights.layers):
         x, residual = ops.rms_norm(x, residual, layer.input_norm, eps)
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        q, k, v = qkv.view(rows, -1, head_dim).split((q_heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv.view(rows, -1, head_dim), [q_heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, _ = ops.rms_norm(q.contiguous(), None, layer.q_norm, eps)
             k, _ = ops.rms_norm(k.contiguous(), None, layer.k_norm, eps)
         q, k = ops.rotary(q, k, positions, weights.cos_sin)
         x = ops.linear(attend(index, q, k, v), layer.o, layer.o_bias)
         x, residual = ops.rms_norm(x, residual, layer.post_norm, eps)
-        x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias)
+        x = ops.linear(
+            ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias)), layer.down, layer.down_bias
+        )
     normed, _ = ops.rms_norm(x, residual, weights.final_norm, eps)
     return normed
 

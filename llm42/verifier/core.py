@@ -1,7 +1,8 @@
-"""The verifier: packs windows of many requests and prompt chunks into canonical steps and answers with commits.
+"""The verifier: packs windows of many requests and prompt chunks into canonical steps and answers with
+commits.
 
-One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. Answers are a function of the
-window's tokens and sampling alone; the queue, the packing and the cache decide only when they come.
+One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. Answers are a function of
+the window's tokens and sampling alone; the queue, the packing and the cache decide only when they come.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +100,8 @@ class Verifier:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    # ---- front, any thread -------------------------------------------------------------------------------------
+    # ---- front, any thread
+    # -------------------------------------------------------------------------------------
 
     def start(self) -> Verifier:
         """Starts the step thread."""
@@ -162,7 +165,8 @@ class Verifier:
             return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
         return None
 
-    # ---- the step thread ---------------------------------------------------------------------------------------
+    # ---- the step thread
+    # ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         self._on_thread_start()
@@ -224,7 +228,8 @@ class Verifier:
             self._active.append(job)
 
     def _plan(self) -> list[tuple[Job, int]]:
-        """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest prompt."""
+        """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest
+        prompt."""
         budget = self._buckets[-1]
         short = [j for j in self._active if j.end - j.next <= budget // 2]
         long = [j for j in self._active if j.end - j.next > budget // 2]
@@ -247,7 +252,9 @@ class Verifier:
         window, sequence = job.window, job.sequence
         assert sequence is not None
         accepted = 0
-        while accepted < len(window.candidates) and job.sampled[accepted].token == window.candidates[accepted]:
+        while (
+            accepted < len(window.candidates) and job.sampled[accepted].token == window.candidates[accepted]
+        ):
             accepted += 1
         if not all(s.finite for s in job.sampled[: accepted + 1]):
             self._store.discard(sequence)

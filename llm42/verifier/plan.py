@@ -1,4 +1,5 @@
-"""What a verifier step computes and returns: the contract between the step scheduler and a runner (CPU or CUDA)."""
+"""What a verifier step computes and returns: the contract between the step scheduler and a runner (CPU or
+CUDA)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ __all__ = ["Runner", "Sampled", "SequenceRows"]
 class SequenceRows:
     """Consecutive rows of one sequence in a step.
 
-    Row i is token `tokens[start + i]` at absolute position `start + i`, for i in [0, count). Its KV goes to block
-    `block_table[(start + i) // block_size]`; every earlier position is already in the cache. Rows at positions >=
-    `first_logit` get logits and a sampled token (the token for position + 1); rows before only fill the cache.
+    Row i is token `tokens[start + i]` at absolute position `start + i`, for i in [0, count). Its KV goes
+    to block `block_table[(start + i) // block_size]`; every earlier position is already in the cache. Rows
+    at positions >= `first_logit` get logits and a sampled token (the token for position + 1); rows before
+    only fill the cache.
     """
 
     tokens: list[int]
@@ -34,7 +36,8 @@ class Runner(Protocol):
     """A canonical runner: every output row's bits depend on that sequence's tokens alone."""
 
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
-        """Computes at most `bucket` rows, padded to exactly `bucket`; returns per sequence its logit rows in order."""
+        """Computes at most `bucket` rows, padded to exactly `bucket`; returns per sequence its logit rows
+        in order."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:

@@ -1,8 +1,9 @@
-"""Which KV the verifier holds for which request: admission, reuse by longest common prefix, copy-on-write, eviction.
+"""Which KV the verifier holds for which request: admission, reuse by longest common prefix, copy-on-write,
+eviction.
 
-The KV at position p is a function of tokens[0..p], so whatever a request left behind stays valid up to the first
-token that differs. Blocks of a window in flight are held by reference; between windows a request's sequence is *idle*
-and may be evicted, since everything in it can be recomputed.
+The KV at position p is a function of tokens[0..p], so whatever a request left behind stays valid up to the
+first token that differs. Blocks of a window in flight are held by reference; between windows a request's
+sequence is *idle* and may be evicted, since everything in it can be recomputed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class SequenceStore:
         return self._blocks_for(window) <= self.pool.num_blocks
 
     def admit(self, window: Window) -> Sequence | None:
-        """Takes every block the window needs, all or none; None means wait. `computed` says what is already there."""
+        """Takes every block the window needs, all or none; None means wait. `computed` says what is
+        already there."""
         sequence = self._idle.pop(window.request_id, None) or self._from_cache(window)
         tokens = [*window.tokens, *window.candidates]
         # the row before the first candidate is always computed anew: its logits are what is asked for

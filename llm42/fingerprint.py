@@ -1,0 +1,153 @@
+"""The fingerprint: what the verifier's bits depend on, as a manifest that can be compared field by field,
+and its hash.
+
+`inputs` are known before certification and key the certificate cache; `manifest` adds the outcome.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kernels
+import llm42
+from llm42.config import Settings
+from llm42.models.weights import LoadedModel
+
+SCHEDULE_VERSION = 1
+"""Raised by hand when the canonical schedule changes in a way that the code hash would not show."""
+
+LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "gguf", "safetensors")
+ENVIRONMENT = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""Variables that can change which kernel a library picks."""
+
+CODE = ("kernels", "models", "verifier", "sampling.py", "noise.py", "cache.py")
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-ready value, 16 hex digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def code_hash() -> str:
+    """Hash over the source of the kernels and of everything the canonical path runs."""
+    package = Path(llm42.__file__).parent
+    roots = [Path(kernels.__file__).parent if name == "kernels" else package / name for name in CODE]
+    hashed = hashlib.sha256()
+    for root in roots:
+        for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            hashed.update(f"{file.relative_to(root.parent)}\0".encode() + file.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def device_facts(device: str, threads: int) -> dict[str, Any]:
+    """The device as far as bits may depend on it."""
+    if device == "cpu":
+        return {
+            "kind": "cpu",
+            "name": _cpu_name(),
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+            "threads": threads,
+        }
+    properties = torch.cuda.get_device_properties(torch.device(device))
+    return {
+        "kind": "cuda",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+    }
+
+
+def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> dict[str, Any]:
+    """Everything known before certification."""
+    return {
+        "model": model.identity,
+        "model_name": settings.model.name,
+        "architecture": model.config.architecture,
+        "dequantiser": model.dequantiser,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": settings.model.max_model_len,
+        "tokenizer": tokenizer_identity,
+        "configured_buckets": list(settings.verifier.buckets),
+        "block_size": settings.verifier.block_size,
+        "parallel_size": 1,
+        "code": code_hash(),
+        "schedule": SCHEDULE_VERSION,
+        "device": device_facts(model.device, settings.verifier.threads),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "blas": digest(torch.__config__.show()),
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    }
+
+
+def manifest(
+    known: Mapping[str, Any], providers: Mapping[str, str], buckets: tuple[int, ...]
+) -> dict[str, Any]:
+    """Inputs and outcome of certification."""
+    return {**known, "providers": dict(providers), "buckets": list(buckets)}
+
+
+def fingerprint(full: Mapping[str, Any]) -> str:
+    """Equal fingerprints promise equal bits."""
+    return f"llm42-{digest(full)}"
+
+
+def differing_fields(
+    a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """Field by field comparison of two manifests: dotted name -> (value in a, value in b)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in sorted({*a, *b}):
+        left, right = a.get(name), b.get(name)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found |= differing_fields(left, right, f"{prefix}{name}.")
+        elif left != right:
+            found[f"{prefix}{name}"] = (left, right)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    return text.splitlines()[0].strip()

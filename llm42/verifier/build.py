@@ -1,0 +1,94 @@
+"""From settings to a certified verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from llm42 import fingerprint as fp
+from llm42.cache import BlockPool, KVCache
+from llm42.config import Settings
+from llm42.models.load import load_model
+from llm42.models.weights import LoadedModel
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.certify import (
+    Certificate,
+    Progress,
+    canonical_set,
+    certify_cpu,
+    load_certificate,
+    save_certificate,
+)
+from llm42.verifier.core import Verifier
+from llm42.verifier.cpu_runner import CPURunner
+
+
+def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
+    """The model and tokenizer that the settings name."""
+    m = settings.model
+    return load_model(m.path, m.dtype, m.device, m.max_model_len), Tokenizer.load(m.path)
+
+
+def certificate_for(
+    settings: Settings,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    plants: Iterable[str] = (),
+    progress: Progress = lambda _: None,
+) -> Certificate:
+    """The kept certificate for exactly these inputs, or a fresh one. Raises CertificationFailed."""
+    plants = tuple(plants)
+    key = fp.digest(fp.inputs(model, settings, tokenizer.identity))
+    directory = settings.verifier.certificate_dir
+    kept = None if plants else load_certificate(directory, key)
+    if kept is not None:
+        return kept
+    certificate = replace(certify_cpu(model, settings.verifier, plants, progress), key=key)
+    save_certificate(directory, certificate)
+    return certificate
+
+
+def build_verifier(
+    settings: Settings,
+    model: LoadedModel | None = None,
+    tokenizer: Tokenizer | None = None,
+    certificate: Certificate | None = None,
+    progress: Progress = lambda _: None,
+) -> Verifier:
+    """A certified verifier, not yet started. Raises CertificationFailed."""
+    if model is None or tokenizer is None:
+        model, tokenizer = load_for(settings)
+    certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
+    full = fp.manifest(
+        fp.inputs(model, settings, tokenizer.identity), certificate.providers, certificate.buckets
+    )
+    name = fp.fingerprint(full)
+    runner, pool = _cpu_runner(settings, model, certificate, name)
+    return Verifier(
+        runner,
+        pool,
+        buckets=certificate.buckets,
+        max_len=settings.model.max_model_len,
+        vocab_size=model.config.vocab_size,
+        fingerprint=name,
+        manifest=full,
+        max_waiting=settings.verifier.max_waiting,
+        on_thread_start=_thread_setup(settings.verifier.threads),
+    )
+
+
+def _cpu_runner(
+    settings: Settings, model: LoadedModel, certificate: Certificate, name: str
+) -> tuple[CPURunner, BlockPool]:
+    v, c = settings.verifier, model.config
+    blocks = -(-v.kv_tokens // v.block_size)
+    kv = KVCache(c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype)
+    parts = canonical_set(certificate.providers)
+    runner = CPURunner(model, parts.ops, kv, certificate.buckets, parts.attention, parts.sampler)
+    return runner, BlockPool(blocks, v.block_size, root=name.encode())
+
+
+def _thread_setup(threads: int) -> Callable[[], None]:
+    return lambda: torch.set_num_threads(threads)

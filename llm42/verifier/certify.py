@@ -1,0 +1,300 @@
+"""Certification: prove on this machine, for this model's shapes, that the verifier's operators are
+row-invariant.
+
+For each operator the providers are tried in order of speed; the first that passes every check is used. If
+no provider passes for all configured step sizes, the first that passes for the largest alone is used and
+smaller sizes are dropped. If none passes at all, CertificationFailed names the operator: deterministic
+service must not start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import attention_cpu, cpu
+from kernels.attention_cpu import StepAttention
+from kernels.operators import Operators
+from llm42.cache import KVCache
+from llm42.config import VerifierSettings
+from llm42.models.weights import LoadedModel
+from llm42.protocol import LLM42Error
+from llm42.sampling import StepSampler, sample_step
+from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
+from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.plants import PLANTS
+from llm42.verifier.step_checks import check_attention, check_model, check_sampling
+
+
+class CertificationFailed(LLM42Error):
+    """No provider of an operator is row-invariant here; best-effort service is not affected."""
+
+    code = "certification_failed"
+
+    def __init__(self, operator: str, violations: list[str]) -> None:
+        self.operator, self.violations = operator, violations
+        text = "; ".join(violations)
+        super().__init__(f"operator {operator} is not row-invariant on this machine: {text}")
+
+
+@dataclass(slots=True)
+class OperatorReport:
+    """One provider of one operator: what was found."""
+
+    operator: str
+    provider: str
+    passed: bool
+    buckets: tuple[int, ...]
+    violation: str | None = None
+
+
+@dataclass(slots=True)
+class Certificate:
+    """The outcome, kept under a key of inputs only."""
+
+    providers: dict[str, str]
+    buckets: tuple[int, ...]
+    reports: list[OperatorReport]
+    compared_rows: int
+    seconds: float
+    row_counts_matter: bool
+    """Whether an ordinary product's bits depend on the number of rows here (so best-effort output may
+    diverge)."""
+    key: str = ""
+    cached: bool = False
+    plants: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Certificate:
+        """The inverse of to_json."""
+        reports = [OperatorReport(**{**r, "buckets": tuple(r["buckets"])}) for r in data["reports"]]
+        tuples = {"buckets": tuple(data["buckets"]), "plants": tuple(data["plants"])}
+        return cls(**{**data, "reports": reports, **tuples})
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalSet:
+    """The chosen operators, ready for a runner."""
+
+    ops: Operators
+    attention: StepAttention
+    sampler: StepSampler
+
+
+def canonical_set(providers: Mapping[str, str], plants: Iterable[str] = ()) -> CanonicalSet:
+    """The CPU operators that a certificate names; plants break them (tests only)."""
+    ops = cpu.cpu_operators({k: v for k, v in providers.items() if k in cpu.PROVIDERS})
+    attention = attention_cpu.CPU_PROVIDERS[providers.get("attention", "tiled")]
+    sampler: StepSampler = sample_step
+    for name in plants:
+        plant = PLANTS[name]
+        if plant.operator == "attention":
+            attention = plant.wrap(attention)
+        elif plant.operator == "sampling":
+            sampler = plant.wrap(sampler)
+        else:
+            ops = replace(ops, **{plant.operator: plant.wrap(getattr(ops, plant.operator))})
+    return CanonicalSet(ops, attention, sampler)
+
+
+Progress = Callable[[str], None]
+Make = Callable[[int, torch.Generator], Tensor]
+
+
+@torch.inference_mode()
+def certify_cpu(
+    model: LoadedModel,
+    settings: VerifierSettings,
+    plants: Iterable[str] = (),
+    progress: Progress = lambda _: None,
+) -> Certificate:
+    """Runs every check. Raises CertificationFailed, ValueError for an unknown plant."""
+    plants = tuple(plants)
+    for name in plants:
+        if name not in PLANTS:
+            raise ValueError(f"unknown plant {name!r}; there are {', '.join(PLANTS)}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        return _Certifier(model, settings, plants, progress).run()
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Certifier:
+    def __init__(
+        self, model: LoadedModel, settings: VerifierSettings, plants: tuple[str, ...], progress: Progress
+    ) -> None:
+        self.model, self.settings, self.plants, self.progress = model, settings, plants, progress
+        self.tally, self.reports = Tally(), list[OperatorReport]()
+        self.buckets = list(settings.buckets)
+
+    def run(self) -> Certificate:
+        began = time.monotonic()
+        chosen = {op: self._choose(op, list(cpu.PROVIDERS[op])) for op in cpu.PROVIDERS}
+        chosen["attention"] = self._single("attention", "tiled", self._attention)
+        chosen["sampling"] = self._single("sampling", "row", self._sampling)
+        self._single("model", "canonical", lambda: self._whole(chosen))
+        return Certificate(
+            providers=chosen,
+            buckets=tuple(self.buckets),
+            reports=self.reports,
+            compared_rows=self.tally.rows,
+            seconds=round(time.monotonic() - began, 2),
+            row_counts_matter=self._row_counts_matter(),
+            plants=self.plants,
+        )
+
+    def _choose(self, operator: str, providers: list[str]) -> str:
+        """The first provider that passes at every step size; else the first that passes at some."""
+        partial: tuple[str, list[int]] | None = None
+        violations = []
+        for provider in providers:
+            self.progress(f"{operator} ({provider})")
+            good, first = self._check(operator, provider)
+            report = OperatorReport(operator, provider, not first, tuple(good), str(first) if first else None)
+            self.reports.append(report)
+            if first is None:
+                return provider
+            violations.append(f"{provider}: {first}")
+            if good and partial is None:
+                partial = (provider, good)
+        if partial is None:
+            raise CertificationFailed(operator, violations)
+        self.buckets = [b for b in self.buckets if b in partial[1]]
+        return partial[0]
+
+    def _check(self, operator: str, provider: str) -> tuple[list[int], Violation | None]:
+        good, first = set(self.buckets), None
+        ops = canonical_set({operator: provider}, self.plants).ops
+        for subject in _subjects(self.model, ops, operator):
+            passed, violation = check_rows(subject, self.buckets, self.tally)
+            good &= set(passed)
+            first = first or violation
+        return sorted(good), first
+
+    def _single(self, operator: str, provider: str, check: Callable[[], Violation | None]) -> str:
+        self.progress(f"{operator} ({provider})")
+        violation = check()
+        text = str(violation) if violation else None
+        self.reports.append(OperatorReport(operator, provider, violation is None, tuple(self.buckets), text))
+        if violation is not None:
+            raise CertificationFailed(operator, [f"{provider}: {violation}"])
+        return provider
+
+    def _attention(self) -> Violation | None:
+        c = self.model.config
+        attention = canonical_set({}, self.plants).attention
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        return check_attention(attention, *heads, self.settings.block_size, self.model.dtype, self.tally)
+
+    def _sampling(self) -> Violation | None:
+        return check_sampling(
+            canonical_set({}, self.plants).sampler, self.model.config.vocab_size, self.tally
+        )
+
+    def _whole(self, chosen: Mapping[str, str]) -> Violation | None:
+        c, size = self.model.config, self.settings.block_size
+        blocks = 3 * (-(-96 // size) + 1)
+        kv = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, self.model.dtype)
+        parts = canonical_set(chosen, self.plants)
+        buckets = tuple(self.buckets)
+        runner = CPURunner(self.model, parts.ops, kv, buckets, parts.attention, parts.sampler)
+        return check_model(runner.logits, kv, blocks, buckets, c.vocab_size, self.tally)
+
+    def _row_counts_matter(self) -> bool:
+        subjects = _subjects(self.model, cpu.cpu_operators(), "linear")
+        return any(check_rows(subject, [1, 2, 4, 8], Tally())[1] is not None for subject in subjects)
+
+
+def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
+    """The operator at each of the model's real shapes, with the first layer's weights, in the activation
+    dtype and in float32 (where no final rounding hides a difference)."""
+    return [
+        subject
+        for dtype in dict.fromkeys((model.dtype, torch.float32))
+        for subject in _subjects_in(dtype, model, ops, operator)
+    ]
+
+
+def _subjects_in(dtype: torch.dtype, model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
+    c, w, layer = model.config, model.weights, model.weights.layers[0]
+    eps, q_shape, k_shape = c.rms_norm_eps, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
+
+    def rand(*shape: int) -> Make:
+        return lambda rows, gen: torch.randn(rows, *shape, generator=gen).to(dtype)
+
+    if operator == "linear":
+        weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        biases = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias)
+        return [
+            _product(operator, ops.linear, weight, bias, rand(weight.shape[1]))
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+    if operator == "lm_head":
+        return [_product(operator, ops.lm_head, w.lm_head, None, rand(c.hidden_size))]
+    if operator == "rms_norm":
+        heads = [] if layer.q_norm is None else [_norm(ops, layer.q_norm, eps, rand(*q_shape))]
+        return [_norm(ops, layer.input_norm, eps, rand(c.hidden_size)), *heads]
+    if operator == "rotary":
+        return [_rotary(ops, w.cos_sin, rand(*q_shape), rand(*k_shape))]
+    return [_silu_mul(ops, c.intermediate_size, rand(2 * c.intermediate_size))]
+
+
+def _product(operator: str, run: Any, weight: Tensor, bias: Tensor | None, make: Make) -> RowSubject:
+    shape = f"N={weight.shape[0]}, K={weight.shape[1]}"
+    return RowSubject(operator, shape, lambda n, g: (make(n, g),), lambda x: (run(x, weight, bias),))
+
+
+def _silu_mul(ops: Operators, width: int, make: Make) -> RowSubject:
+    return RowSubject("silu_mul", f"I={width}", lambda n, g: (make(n, g),), lambda x: (ops.silu_mul(x),))
+
+
+def _norm(ops: Operators, weight: Tensor, eps: float, make: Make) -> RowSubject:
+    return RowSubject(
+        "rms_norm",
+        f"H={weight.shape[0]}",
+        lambda n, g: (make(n, g), make(n, g)),
+        lambda x, r: ops.rms_norm(x, r, weight, eps),
+    )
+
+
+def _rotary(ops: Operators, cos_sin: Tensor, make_q: Make, make_k: Make) -> RowSubject:
+    def make(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
+        positions = torch.randint(0, cos_sin.shape[0], (rows,), generator=gen)
+        return make_q(rows, gen), make_k(rows, gen), positions
+
+    return RowSubject("rotary", f"D={cos_sin.shape[1]}", make, lambda q, k, p: ops.rotary(q, k, p, cos_sin))
+
+
+def load_certificate(directory: str | None, key: str) -> Certificate | None:
+    """The certificate kept under `key`, or None (also when the file cannot be read)."""
+    if directory is None:
+        return None
+    try:
+        certificate = Certificate.from_json(json.loads((Path(directory) / f"{key}.json").read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return replace(certificate, cached=True) if certificate.key == key else None
+
+
+def save_certificate(directory: str | None, certificate: Certificate) -> None:
+    """Keeps a certificate; one with plants is never kept."""
+    if directory is None or certificate.plants:
+        return
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    temporary = path / f".{certificate.key}.tmp"
+    temporary.write_text(json.dumps(certificate.to_json(), indent=1))
+    temporary.replace(path / f"{certificate.key}.json")

@@ -1,0 +1,120 @@
+"""Row-invariance checks: run an operator in many arrangements and compare bits (integer views: NaN and
+-0.0 count).
+
+Each check returns None or a Violation that says in words what changed a row's bits. The letters are those of
+docs/determinism.md: (a) row position, (b) companions' content, (c) step size, (d) window borders and
+companions' shapes, (e) dirty memory, (f) the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PROBES = 4
+Rows = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """How an operator broke row invariance."""
+
+    operator: str
+    check: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.check}: {self.detail}"
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many rows were compared."""
+
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowSubject:
+    """A row-wise operator at one of the model's real shapes.
+
+    make(rows, generator) gives random inputs, run(*inputs) the outputs; every tensor has the rows in
+    dimension 0.
+    """
+
+    operator: str
+    shape: str
+    make: Callable[[int, torch.Generator], Rows]
+    run: Callable[..., Rows]
+
+
+_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bit equality of two tensors of one dtype and shape."""
+    view = _INT[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(view), b.contiguous().view(view))
+
+
+def _same_rows(got: Rows, rows: Sequence[int], want: Rows, probes: Sequence[int]) -> bool:
+    return all(same_bits(g[list(rows)], w[list(probes)]) for g, w in zip(got, want, strict=True))
+
+
+def check_bucket(subject: RowSubject, bucket: int, tally: Tally) -> Rows | Violation:
+    """Checks (a) and (b) in steps of `bucket` rows. Returns the probes' outputs, to be compared across
+    buckets."""
+    gen = torch.Generator(device="cpu").manual_seed(0)
+    probes = subject.make(PROBES, gen)
+    order = [i % PROBES for i in range(bucket)]
+    spread = subject.run(*(p[order].clone() for p in probes))
+    found = [order.index(i) for i in range(min(PROBES, bucket))]
+    want = tuple(o[found].clone() for o in spread)
+    tally.rows += bucket
+    if not _same_rows(spread, range(bucket), want, order):
+        detail = f"{subject.shape}: equal rows of a step of {bucket} differ"
+        return Violation(subject.operator, "row position", detail)
+    for content, companions in _companions(subject, bucket, gen):
+        for row in sorted({0, 1 % bucket, bucket // 2, bucket - 1}):
+            inputs = tuple(c.clone() for c in companions)
+            for tensor, probe in zip(inputs, probes, strict=True):
+                tensor[row] = probe[0]
+            tally.rows += 1
+            if not _same_rows(subject.run(*inputs), [row], want, [0]):
+                detail = f"{subject.shape}: row {row} of {bucket} depends on companions ({content})"
+                return Violation(subject.operator, "companions", detail)
+    return want
+
+
+def _companions(subject: RowSubject, rows: int, gen: torch.Generator) -> Iterator[tuple[str, Rows]]:
+    random = subject.make(rows, gen)
+    yield "random", random
+    for name, value in (("zeros", 0.0), ("NaN", float("nan")), ("inf", float("inf"))):
+        yield name, tuple(torch.full_like(t, value) if t.is_floating_point() else t for t in random)
+
+
+def check_rows(
+    subject: RowSubject, buckets: Sequence[int], tally: Tally
+) -> tuple[list[int], Violation | None]:
+    """Checks (a), (b), (c). Returns the buckets that agree with the largest one, and the first violation,
+    if any.
+
+    Empty list: not even steps of the largest size alone are row-invariant.
+    """
+    largest = check_bucket(subject, buckets[-1], tally)
+    if isinstance(largest, Violation):
+        return [], largest
+    good, first = [buckets[-1]], None
+    for bucket in reversed(buckets[:-1]):
+        got = check_bucket(subject, bucket, tally)
+        if isinstance(got, Violation):
+            first = first or got
+        elif not all(same_bits(g, w[: len(g)]) for g, w in zip(got, largest, strict=True)):
+            detail = f"{subject.shape}: steps of {bucket} and {buckets[-1]} rows differ"
+            first = first or Violation(subject.operator, "step size", detail)
+        else:
+            good.insert(0, bucket)
+    return good, first
