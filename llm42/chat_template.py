@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from llm42.models.errors import ModelFileError
 from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
@@ -18,18 +21,36 @@ FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 Llama 3's own template falls back to. A client that wants another one says so in the messages."""
 
 
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks text to train on; here it is just its body."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """The nodes inside the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """One compiled template. `special`: the token strings that templates may use (bos_token, ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = FIXED_DATE.strftime
         self.source, self._special = source, dict(special)
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelFileError(
+                f"the chat template cannot be parsed: line {error.lineno}: {error}"
+            ) from error
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **kwargs: Any

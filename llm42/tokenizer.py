@@ -18,6 +18,8 @@ from llm42.protocol import RequestRejected
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
+_SPACE = "\u2581"
+"""SentencePiece's spelling of a space."""
 
 
 class Tokenizer:
@@ -53,9 +55,11 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids; `add_special` puts the model's beginning-of-text token in front where it wants one."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special).ids
+            text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate: JSON can carry one
             raise RequestRejected(f"the text is not valid Unicode: {error}", "prompt") from error
+        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of all ids; bytes that are no UTF-8 become U+FFFD."""
@@ -169,7 +173,7 @@ class _Pieces:
         self.byte_fallback = "ByteFallback" in names
         self.strip = sum(int(step["start"]) for step in steps if step["type"] == "Strip")
         known = {"Replace", "ByteFallback", "Fuse", "Strip"} if self.byte_fallback else {"ByteLevel"}
-        if not set(names) <= known or any(step.get("stop", 0) for step in steps):
+        if not set(names) <= known or not all(map(_is_known_step, steps)):
             raise UnsupportedModel(f"tokenizer decoder {'+'.join(names)} is not supported", "decoder")
         vocab = backend.get_vocab(with_added_tokens=True)
         convert = self._fallback_piece if self.byte_fallback else _byte_level_piece
@@ -187,7 +191,16 @@ class _Pieces:
     def _fallback_piece(token: str) -> tuple[bytes, bool]:
         if found := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(found[1], 16)]), True
-        return token.replace("\u2581", " ").encode(), False
+        return token.replace(_SPACE, " ").encode(), False
+
+
+def _is_known_step(step: Mapping[str, Any]) -> bool:
+    match step["type"]:
+        case "Replace":
+            return bool(step["pattern"] == {"String": _SPACE} and step["content"] == " ")
+        case "Strip":
+            return bool(step["content"] == " " and step["stop"] == 0)
+    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

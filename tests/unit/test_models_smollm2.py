@@ -23,9 +23,9 @@ from llm42.models.weights import LoadedModel
 POSITIONS = 2001
 TYPICAL, LARGEST, SAME_TABLE = 1e-4, 2e-2, 1e-3
 """Difference of logits in float32 (their deviation is 3.1): median over positions of the largest, and the
-largest of all. transformers computes rotary angles in float32 and is off by up to 1e-4 radians at position 2,000,
-which one ill-conditioned position among these tokens turns into 5e-3; with its rotary table the largest is below
-SAME_TABLE."""
+largest of all. transformers computes rotary angles in float32 and is off by up to 1e-4 radians at position
+2,000, which one ill-conditioned position among these tokens turns into 5e-3; with its rotary table the
+largest is below SAME_TABLE."""
 
 
 MEAN_BOUND, KL_BOUND, AGREE_BOUND = 0.2, 0.02, 0.9
