@@ -227,8 +227,8 @@ def run_demo(
         verifier.close()
     return DemoResult(
         model=settings.model.name,
-        numerics=f"{settings.model.dtype} activations, float32 products, {engine_threads(settings.engine)} engine "
-        f"thread(s), {settings.verifier.threads} verifier thread(s)",
+        numerics=f"{settings.model.dtype} activations, float32 products, "
+        f"{engine_threads(settings.engine)} engine thread(s), {settings.verifier.threads} verifier thread(s)",
         fast_path_products=label,
         row_counts_matter=certificate.row_counts_matter,
         fingerprint=verifier.fingerprint,

@@ -171,7 +171,7 @@ class _Drive:
         """Yields one delta per commit until the output ends."""
         sink = _into(self.inbox, asyncio.get_running_loop())
         self.owner.engine.submit(self.request, sink, self.session.limit)
-        while not self.session.done:
+        while True:
             for event in await self._events():
                 for action in self._handle(event):
                     delta = self._act(action, event)
