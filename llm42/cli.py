@@ -203,3 +203,31 @@ async def _print_answer(generator: Generator, request: Request, as_json: bool) -
         return
     print(flush=True)
     err.print(f"[dim]{len(tokens)} tokens, fingerprint {fingerprint}, {evidence}[/]")
+
+
+@app.command()
+def certify(
+    config: ConfigOption = None,
+    plant: Annotated[list[str] | None, typer.Option(help="break an operator on purpose (repeatable)")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Proves, or refutes, that this machine's operators are row-invariant; exit code 1 names the operator."""
+    from llm42.commands import run_certify
+
+    raise typer.Exit(run_certify(load_settings(config), plant or [], as_json))
+
+
+@app.command()
+def demo(
+    config: ConfigOption = None,
+    requests: Annotated[int, typer.Option(min=1, help="prompts to compare")] = 20,
+    load: Annotated[int, typer.Option(min=0, help="best-effort streams beside them")] = 12,
+    tokens: Annotated[int, typer.Option(min=1, help="output tokens of each prompt")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Sends prompts alone and again under load, best-effort and deterministic, and counts what changed."""
+    from llm42.commands import run_demonstration
+
+    settings = load_settings(config)
+    raise typer.Exit(run_demonstration(settings, requests, load, tokens, temperature, as_json))

@@ -1,0 +1,130 @@
+"""The `certify` and `demo` commands: what they print and how they exit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from llm42.config import Settings
+
+out, err = Console(), Console(stderr=True)
+
+
+def run_certify(settings: Settings, plants: list[str], as_json: bool) -> int:
+    """Certifies afresh and prints the outcome. Returns the exit code: 0 passed, 1 failed, 2 unknown plant."""
+    from llm42.models.load import load_model
+    from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu
+    from llm42.verifier.plants import PLANTS
+
+    unknown = [name for name in plants if name not in PLANTS]
+    if unknown:
+        err.print(f"[bold red]Error:[/] unknown plant {unknown[0]!r}; there are: {', '.join(PLANTS)}")
+        return 2
+    failure: CertificationFailed | None = None
+    certificate: Certificate | None = None
+    with err.status("Loading the model") as status:
+        m = settings.model
+        model = load_model(m.path, m.dtype, m.device, m.max_model_len)
+        try:
+            certificate = certify_cpu(
+                model, settings.verifier, plants, lambda what: status.update(f"Certifying {what}")
+            )
+        except CertificationFailed as error:
+            failure = error
+    if as_json:
+        print(json.dumps(_certify_json(certificate, failure, plants)))
+    elif certificate is not None:
+        out.print(_certificate_table(certificate))
+        out.print(
+            f"[bold green]Passed[/]: {certificate.compared_rows} rows compared in {certificate.seconds:g} s, "
+            f"step sizes {', '.join(map(str, certificate.buckets))}."
+        )
+    else:
+        assert failure is not None
+        out.print(f"[bold red]Failed[/]: operator [bold]{failure.operator}[/] is not row-invariant here.")
+        for violation in failure.violations:
+            out.print(f"  {violation}", markup=False)
+    return 0 if certificate is not None else 1
+
+
+def _certify_json(certificate: Any, failure: Any, plants: list[str]) -> dict[str, Any]:
+    if certificate is not None:
+        return {"passed": True, **certificate.to_json()}
+    return {
+        "passed": False,
+        "operator": failure.operator,
+        "violations": failure.violations,
+        "plants": plants,
+    }
+
+
+def _certificate_table(certificate: Any) -> Table:
+    table = Table("operator", "provider", "passed", "step sizes", "what was found")
+    for report in certificate.reports:
+        sizes = ", ".join(map(str, report.buckets)) or "none"
+        table.add_row(
+            report.operator, report.provider, "yes" if report.passed else "no", sizes, report.violation or ""
+        )
+    return table
+
+
+def run_demonstration(
+    settings: Settings, requests: int, load: int, tokens: int, temperature: float, as_json: bool
+) -> int:
+    """Runs the demonstration with a progress bar. Returns the exit code: 1 if a deterministic output changed."""
+    from llm42.demo import run_demo
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
+        bar = progress.add_task("starting", total=4 * requests)
+        result = run_demo(
+            settings,
+            requests,
+            load,
+            tokens,
+            temperature,
+            lambda what, done: progress.update(bar, description=what, advance=done),
+        )
+    if as_json:
+        print(json.dumps(result.to_json()))
+    else:
+        _print_demo(result)
+    return 1 if result.deterministic.diverged or result.deterministic.logprobs_diverged else 0
+
+
+def _print_demo(result: Any) -> None:
+    table = Table(
+        "",
+        "best-effort",
+        "deterministic",
+        title=f"{result.requests} prompts alone, then together among noise",
+    )
+    best, det = result.best_effort, result.deterministic
+    for label, name in (
+        ("outputs that changed under load", "diverged"),
+        ("outputs whose log-probabilities changed", "logprobs_diverged"),
+        ("tokens/s alone", "tokens_s_alone"),
+        ("tokens/s under load", "tokens_s_loaded"),
+        ("rollbacks", "rollbacks"),
+        ("tokens rolled back", "rolled_back_tokens"),
+        ("tokens verified", "verified_tokens"),
+    ):
+        table.add_row(label, str(getattr(best, name)), str(getattr(det, name)))
+    out.print(table)
+    for d in best.first_differences[:5]:
+        out.print(f"  best-effort differs from output token {d.token}: {d.prompt}", style="dim", markup=False)
+    out.print(f"Numerics: {result.numerics}; fast path: {result.fast_path_products}.", markup=False)
+    out.print(f"Fingerprint {result.fingerprint}.", markup=False)
+    if best.diverged == 0:
+        out.print("Best-effort did not diverge in this run: try more tokens or a larger --load.")
