@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from ray import serve
+
 from deployments.deltas import coalesce
 from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
@@ -24,6 +26,7 @@ class FastPath:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
         self._settings = Settings.load(settings)
         self._metrics = RayMetrics(in_replica=True)
+        self._replica, self._served = serve.get_replica_context().replica_tag, 0
         self._held = {True: 0, False: 0}
         self._pool = VerifierPool(self._settings, self._metrics)
         self._pool.start()  # verifiers certify while the model loads
@@ -66,6 +69,7 @@ class FastPath:
                 self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=mode)
                 yield delta
             outcome = "finished"
+            self._served += 1
         except LLM42Error as error:
             outcome = error.code
             yield error
@@ -88,6 +92,8 @@ class FastPath:
         load, members = self._engine.load(), self._pool.members
         return Status(
             serving=self._engine.alive,
+            replica=self._replica,
+            served=self._served,
             verifiers_ready=len(self._pool.ready),
             verifiers=len(members),
             fingerprint=self._pool.fingerprint,

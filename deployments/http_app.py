@@ -37,6 +37,9 @@ class Status:
     """What a fast-path replica knows: its own engine, and the verifiers it can reach."""
 
     serving: bool
+    replica: str = ""
+    served: int = 0
+    """Requests that this replica has finished."""
     verifiers_ready: int = 0
     verifiers: int = 0
     fingerprint: str | None = None

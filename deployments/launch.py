@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -79,6 +80,7 @@ def prepare_environment() -> None:
     }.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
+        assert "ray" not in sys.modules, "call prepare_environment() before ray is imported"
         # Ray's own ports listen on all interfaces whatever it is told: a token made for this run keeps others
         # out, and nothing is written to the user's home.
         os.environ["RAY_AUTH_MODE"] = "token"

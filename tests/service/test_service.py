@@ -1,0 +1,310 @@
+"""The service over HTTP: real Ray Serve, real model, two replicas that also propose wrong tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+
+from deployments.launch import APP_NAME, Service
+from deployments.verifier_pool import NAMESPACE, actor_names
+from llm42.config import Settings
+from llm42.protocol import SamplingParams
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.build import build_verifier
+from llm42.verifier.core import Verifier
+from tests.service.oracle import Answer, ask, decode_alone, noise
+
+pytestmark = pytest.mark.service
+TOKENS = 48
+MESSAGES: Any = [{"role": "user", "content": "Write a short poem about a cat that likes the sea."}]
+
+
+@pytest.fixture(scope="module")
+def oracle(settings: Settings, service: Service) -> Any:
+    """A verifier in this process, with the certificate that the service has just made."""
+    verifier: Verifier = build_verifier(settings).start()
+    assert verifier.fingerprint == service.health()["fingerprint"], "another process, another fingerprint"
+    yield verifier
+    verifier.close()
+
+
+@pytest.fixture(scope="module")
+def prompt(settings: Settings) -> list[int]:
+    tokenizer = Tokenizer.load(settings.model.path)
+    return tokenizer.encode(tokenizer.apply_chat_template(MESSAGES))
+
+
+def test_the_openai_client_gets_what_it_expects(client: openai.OpenAI, settings: Settings) -> None:
+    assert [m.id for m in client.models.list()] == [settings.model.name]
+    reply = client.chat.completions.create(
+        model=settings.model.name, messages=MESSAGES, max_tokens=8, extra_body={"deterministic": True}
+    )
+    assert reply.choices[0].message.content
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage
+    assert reply.usage.completion_tokens == 8
+    assert (reply.system_fingerprint or "").startswith("llm42-")
+    evidence = (reply.model_extra or {})["llm42"]
+    assert evidence["deterministic"] is True
+    assert evidence["verified_tokens"] == 8
+    assert evidence["windows"] > 0
+    assert evidence["seed"] == settings.server.default_seed
+    plain = client.chat.completions.create(model=settings.model.name, messages=MESSAGES, max_tokens=8)
+    assert plain.system_fingerprint is None
+    assert (plain.model_extra or {})["llm42"]["deterministic"] is False
+
+
+async def copies(
+    aclient: openai.AsyncOpenAI, model: str, prompt: list[int], n: int, **extra: Any
+) -> tuple[set[Answer], int]:
+    """The distinct answers to n equal requests sent at once beside noise, and how many rollbacks they had."""
+    beside = asyncio.create_task(noise(aclient, model, seed=n, requests=12))
+    got = await asyncio.gather(*(ask(aclient, model, prompt, TOKENS, **extra) for _ in range(n)))
+    await beside
+    return {answer for answer, _ in got}, sum(int(str(e["rollbacks"])) for _, e in got)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
+    aclient: openai.AsyncOpenAI,
+    oracle: Verifier,
+    prompt: list[int],
+    settings: Settings,
+    service: Service,
+    temperature: float,
+) -> None:
+    """R3, R25, R35, R51: on two replicas, greedy and seeded, with wrong candidates: ids and floats equal."""
+    sampling = {"temperature": temperature, "seed": 7}
+    distinct, rollbacks = await copies(
+        aclient, settings.model.name, prompt, 16, deterministic=True, **sampling
+    )
+    expected = decode_alone(oracle, prompt, SamplingParams(temperature=temperature, seed=7), TOKENS)
+    assert distinct == {expected}
+    assert rollbacks > 0, "the planted wrong candidates were not met"
+    served = {s["replica"]: s["served"] for s in [service.health() for _ in range(40)]}
+    assert len(served) == 2
+    assert all(served.values()), "both replicas have taken part"
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+def test_a_joined_stream_is_the_whole_text(client: openai.OpenAI, settings: Settings, path: str) -> None:
+    """R37, R38, R40, R41 over HTTP."""
+    shared: Any = {
+        "model": settings.model.name,
+        "max_tokens": 40,
+        "stop": ["\nand"],
+        "temperature": 0.8,
+        "seed": 3,
+        "extra_body": {"deterministic": True, "return_token_ids": True},
+    }
+    usage: Any = {"include_usage": True}
+    if path == "chat":
+        create: Any = client.chat.completions.create
+        shared |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    else:
+        create = client.completions.create
+        shared |= {"prompt": "The cat looked at the waves", "logprobs": 2}
+    whole = create(**shared).choices[0]
+    chunks = list(create(**shared, stream=True, stream_options=usage))
+    parts = [c.choices[0] for c in chunks if c.choices]
+    if path == "chat":
+        text, joined = whole.message.content, "".join(p.delta.content or "" for p in parts)
+        floats = [e.logprob for p in parts for e in p.logprobs.content]
+        assert floats == [e.logprob for e in whole.logprobs.content]
+    else:
+        text, joined = whole.text, "".join(p.text for p in parts)
+        floats = [e for p in parts for e in p.logprobs.token_logprobs]
+        assert floats == whole.logprobs.token_logprobs
+    assert joined == text
+    assert len(floats) == chunks[-1].usage.completion_tokens
+    assert [t for p in parts for t in p.model_extra["token_ids"]] == whole.model_extra["token_ids"]
+    assert all(p.finish_reason is None for p in parts[:-1])
+    assert parts[-1].finish_reason == whole.finish_reason
+    assert len(parts) > 1
+
+
+def test_errors_reach_the_openai_client_by_type(
+    client: openai.OpenAI, settings: Settings, service: Service
+) -> None:
+    model: Any = {"model": settings.model.name}
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(**model, prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(**model, prompt=[1] * 5000, stream=True)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(
+            **model, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    reply = httpx.post(
+        f"{service.url}/v1/completions", content="{", headers={"content-type": "application/json"}
+    )
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "invalid_json"
+    assert httpx.get(f"{service.url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def engine_busy(service: Service, samples: int = 12) -> int:
+    """The most requests any sampled replica has; health answers come from either."""
+    states = [service.health() for _ in range(samples)]
+    return max(s["running"] + s["waiting"] for s in states)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_clients_that_leave_free_the_engines(
+    service: Service, settings: Settings, deterministic: bool, stream: bool
+) -> None:
+    """R54: after 8 clients have cut their connections, both replicas are idle within two seconds."""
+    body = {
+        "model": settings.model.name, "prompt": "Once", "max_tokens": 1500, "stream": stream,
+        "deterministic": deterministic, "ignore_eos": True,
+    }  # fmt: skip
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(timeout=60) as http:
+            if not stream:
+                await http.post(f"{service.url}/v1/completions", json=body, timeout=2.0)
+                return
+            async with http.stream("POST", f"{service.url}/v1/completions", json=body) as reply:
+                assert reply.status_code == 200, await reply.aread()
+                async for _ in reply.aiter_lines():
+                    return
+
+    left = [asyncio.create_task(leave()) for _ in range(8)]
+    if not stream:
+        await asyncio.sleep(1.5)
+        assert await asyncio.to_thread(engine_busy, service) > 0, "the requests were not under way"
+    await asyncio.gather(*left, return_exceptions=stream is False)
+    gone = time.monotonic()
+    while await asyncio.to_thread(engine_busy, service) > 0:
+        assert time.monotonic() - gone < 2.0, "requests of clients that have left still run"
+    kv = [(await asyncio.to_thread(service.health))["kv_used"] for _ in range(12)]
+    assert max(kv) == 0
+
+
+async def test_a_verifier_killed_mid_stream_changes_nothing(
+    aclient: openai.AsyncOpenAI, oracle: Verifier, prompt: list[int], settings: Settings, service: Service
+) -> None:
+    """The stream waits for the next verifier and goes on; best-effort requests do not notice."""
+    model = settings.model.name
+    sampling: Any = {"temperature": 1.0, "seed": 11}
+    long = 160
+    stream = await aclient.completions.create(
+        model=model, prompt=prompt, max_tokens=long, stream=True, logprobs=0, **sampling,
+        extra_body={"deterministic": True, "return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    killed = False
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        tokens += (choice.model_extra or {})["token_ids"]
+        logprobs += (choice.logprobs and choice.logprobs.token_logprobs) or []
+        if not killed:
+            killed = True
+            ray.kill(ray.get_actor(actor_names(settings)[0], namespace=NAMESPACE), no_restart=True)
+            await asyncio.wait_for(ask(aclient, model, prompt, 4), 10)
+    assert len(tokens) == long
+    expected = decode_alone(oracle, prompt, SamplingParams(**sampling), long)
+    assert Answer(tuple(tokens), tuple(logprobs)) == expected
+    again, _ = await ask(aclient, model, prompt, 8, deterministic=True, **sampling)
+    assert again.tokens == expected.tokens[:8]
+
+
+def test_metrics_leave_through_ray(service: Service) -> None:
+    """R61: the series are on the node's metrics endpoint, labelled by replica, with what has happened."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    wanted = ("llm42_verified_tokens_total", "llm42_rollbacks_total", "llm42_first_token_seconds_bucket")
+    deadline = time.monotonic() + 25
+    while True:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            lines = reply.read().decode().splitlines()
+        found = {
+            w: [x for x in lines if x.startswith(f"ray_{w}") and 'deployment="FastPath"' in x] for w in wanted
+        }
+        if all(found.values()):
+            break
+        assert time.monotonic() < deadline, f"missing: {[w for w, x in found.items() if not x]}"
+        time.sleep(1)
+    for series in found.values():
+        assert sum(float(x.rsplit(" ", 1)[1]) for x in series) > 0
+        assert all('replica="' in x for x in series)
+
+
+class AcceptsEverything:
+    """A verifier that is broken on purpose: it is ready when told so, and accepts every candidate."""
+
+    def __init__(self) -> None:
+        self._ready = False
+
+    async def open(self) -> None:
+        self._ready = True
+
+    async def status(self) -> Any:
+        from deployments.verifier_actor import VerifierStatus
+
+        return VerifierStatus("ready", "llm42-rogue") if self._ready else VerifierStatus("starting")
+
+    async def verify(self, windows: list[Any]) -> list[Any]:
+        from llm42.protocol import Commit, TokenLogprob
+
+        answers = []
+        for w in windows:
+            logprobs = tuple(TokenLogprob(t, -1.0) for t in (*w.candidates, 0))
+            base, n = len(w.tokens), len(w.candidates)
+            answers.append(Commit(w.request_id, base, n, 0, logprobs, "llm42-rogue"))
+        return answers
+
+    async def release(self, request_id: str) -> None:
+        return None
+
+
+async def test_without_a_real_verifier_the_checks_above_fail(
+    service: Service, settings: Settings, prompt: list[int]
+) -> None:
+    """Negative control, on a second application. While its verifier is not ready: best-effort is served,
+    deterministic requests get 503. Once it is, but accepts everything: the copies differ from each other."""
+    from ray import serve
+
+    from deployments.app import build
+
+    tree = settings.model_dump(mode="json")
+    tree["verifier"]["max_waiting"] = 255  # other settings, other actor names
+    tree["server"]["fastpath_replicas"] = 1
+    rogue = ray.remote(AcceptsEverything).options(
+        name=actor_names(Settings.load(tree))[0], namespace=NAMESPACE, lifetime="detached"
+    )
+    handle: Any = rogue.remote()
+    ray.get(handle.status.remote())
+    await asyncio.to_thread(serve.run, build(tree), name="rogue", route_prefix="/rogue")
+    client = openai.AsyncOpenAI(
+        base_url=f"{service.url}/rogue/v1", api_key="none", max_retries=0, timeout=120
+    )
+    model = settings.model.name
+    await ask(client, model, prompt, 4)
+    with pytest.raises(openai.InternalServerError) as refused:
+        await ask(client, model, prompt, 4, deterministic=True)
+    assert refused.value.status_code == 503
+    assert "retry-after" in refused.value.response.headers
+    ray.get(handle.open.remote())
+    for _ in range(50):
+        if json.loads((await client.get("/../health", cast_to=httpx.Response)).text)["deterministic"]:
+            break
+        await asyncio.sleep(0.2)
+    distinct, _ = await copies(client, model, prompt, 8, deterministic=True, temperature=0.0)
+    assert len(distinct) > 1, (
+        "a broken verifier must make the copies differ, else the test above proves nothing"
+    )
+    await asyncio.to_thread(serve.delete, "rogue")
+    ray.kill(handle)
+    assert APP_NAME in serve.status().applications
