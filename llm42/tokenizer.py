@@ -220,7 +220,8 @@ def _byte_level_piece(token: str) -> tuple[bytes, bool]:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    from llm42.models.gguf import eos_token_ids, metadata, open_gguf
+    from llm42.models.gguf import eos_token_ids
+    from llm42.models.gguf_reader import metadata, open_gguf
     from llm42.models.gguf_tokenizer import build_tokenizer
 
     data = metadata(open_gguf(path))

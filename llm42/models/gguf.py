@@ -6,18 +6,18 @@ llama.cpp stores the query and key rows of llama-architecture models interleaved
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader
 from torch import Tensor
 
 from llm42.models.config import ModelConfig
 from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.gguf_reader import contents, open_gguf
 from llm42.models.rope import RopeSettings, yarn_attention_factor
 
 _T = GGMLQuantizationType
@@ -42,69 +42,6 @@ _BLOCK_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_DIVISORS = "rope_freqs.weight"
-
-
-class _CheckedReader(GGUFReader):  # type: ignore[misc,unused-ignore]  # the library ships no types
-    """GGUFReader that names the tensor where the file ends early; arrays are not taken apart item by item."""
-
-    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-        for field in fields:
-            _, name, _, dims, kind, offset = field.parts
-            block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(int(kind[0]))]
-            end = start_offs + int(offset[0]) + int(np.prod(dims)) // block * size
-            if end > len(self.data):
-                raise ModelFileError(
-                    f"file is truncated: tensor {bytes(name).decode()} ends at byte {end},"
-                    f" the file at {len(self.data)}"
-                )
-        super()._build_tensors(start_offs, fields)
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            found: tuple[int, list[Any], list[int], list[GGUFValueType]]
-            found = super()._get_field_parts(orig_offs, raw_type)
-            return found
-        head, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        item, start = GGUFValueType(int(head[0])), orig_offs + 12
-        types = [GGUFValueType.ARRAY, item]
-        if item != GGUFValueType.STRING:
-            values = self._get(start, self.gguf_scalar_to_np[item], int(count[0]))
-            if len(values) != int(count[0]):
-                raise ModelFileError("file is truncated inside its metadata")
-            return 12 + values.nbytes, [head, count, values], [2], types
-        parts, offset = [head, count], start
-        for _ in range(int(count[0])):
-            length = int.from_bytes(self.data[offset : offset + 8].tobytes(), "little")
-            parts.append(self.data[offset + 8 : offset + 8 + length])
-            offset += 8 + length
-            if offset > len(self.data):
-                raise ModelFileError("file is truncated inside its metadata")
-        return offset - orig_offs, parts, list(range(2, len(parts))), types
-
-
-@lru_cache(maxsize=2)
-def _open(path: str, _modified: int) -> GGUFReader:
-    try:
-        return _CheckedReader(path)
-    except ModelFileError as error:
-        raise ModelFileError(f"{path}: {error}") from error
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ModelFileError(f"{path}: not a readable GGUF file, or truncated: {error}") from error
-
-
-def open_gguf(path: str | Path) -> GGUFReader:
-    """A reader with the file mapped into memory. Raises ModelFileError naming the file (and tensor)."""
-    file = Path(path)
-    if not file.is_file():
-        raise ModelFileError(f"{file}: no such file")
-    return _open(str(file), file.stat().st_mtime_ns)
-
-
-def metadata(reader: GGUFReader) -> dict[str, Any]:
-    """All key-value pairs, arrays as lists. The vocabulary is large: call once."""
-    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
 
 
 def hugging_face_name(name: str) -> str | None:
@@ -164,7 +101,11 @@ class GGUFSource:
 def read_config(path: str | Path) -> ModelConfig:
     """The file's architecture. Raises UnsupportedModel for anything that is not implemented."""
     reader = open_gguf(path)
-    return _Fields(str(path), reader).config()
+    try:
+        return _Fields(str(path), reader).config()
+    except ModelFileError as error:
+        place = "" if str(path) in str(error) else f"{path}: "
+        raise ModelFileError(f"{place}{error}") from error
 
 
 _IGNORED = {
@@ -191,7 +132,7 @@ class _Fields:
 
     def _raw(self, key: str) -> Any:
         field = self.reader.get_field(key)
-        return None if field is None else field.contents()
+        return None if field is None else contents(key, field)
 
     def get(self, key: str, default: Any = None) -> Any:
         self._understood.add(key)
@@ -204,6 +145,24 @@ class _Fields:
             raise ModelFileError(f"{self.path}: metadata {self._prefix}{key} is missing")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer; per-layer arrays are not supported."""
+        value = self.need(key) if default is None else self.get(key, default)
+        name = self._prefix + key
+        if isinstance(value, list):
+            raise UnsupportedModel(f"{self.path}: {name} differs between layers: not supported", name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelFileError(f"{self.path}: metadata {name} = {value!r} is not a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            name = self._prefix + key
+            raise ModelFileError(f"{self.path}: metadata {name} = {value!r} is not a positive number")
+        return float(value)
+
     def must_be(self, key: str, allowed: Any) -> None:
         value = self.get(key, allowed)
         if value != allowed:
@@ -214,28 +173,31 @@ class _Fields:
 
     def config(self) -> ModelConfig:
         names = {tensor.name: tensor for tensor in self.reader.tensors}
-        hidden, heads = int(self.need("embedding_length")), int(self.need("attention.head_count"))
-        head_dim = int(self.get("attention.key_length", hidden // heads))
+        hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
+        kv_heads = self.size("attention.head_count_kv", heads)
+        head_dim = self.size("attention.key_length", hidden // heads)
+        if heads % kv_heads or head_dim % 2:
+            what = f"{heads} heads, {kv_heads} key-value heads and head size {head_dim}"
+            raise ModelFileError(f"{self.path}: {what} do not fit together")
         for key in ("attention.value_length", "rope.dimension_count"):
             self.must_be(key, head_dim)
         for key in ("expert_count", "expert_used_count"):
             self.must_be(key, 0)
         embedding = names.get("token_embd.weight")
-        if embedding is None:
-            raise ModelFileError(f"{self.path}: tensor token_embd.weight is missing")
-        rope = self._rope(names)
+        if embedding is None or len(embedding.shape) != 2:
+            raise ModelFileError(f"{self.path}: tensor token_embd.weight is missing, or no matrix")
         config = ModelConfig(
             architecture=self.architecture,
             vocab_size=int(embedding.shape[1]),
             hidden_size=hidden,
-            intermediate_size=int(self.need("feed_forward_length")),
-            num_layers=int(self.need("block_count")),
+            intermediate_size=self.size("feed_forward_length"),
+            num_layers=self.size("block_count"),
             num_heads=heads,
-            num_kv_heads=int(self.get("attention.head_count_kv", heads)),
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(self.need("attention.layer_norm_rms_epsilon")),
-            rope=rope,
-            max_position=int(self.need("context_length")),
+            rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
+            rope=self._rope(names, head_dim),
+            max_position=self.size("context_length"),
             tie_word_embeddings="output.weight" not in names,
             qkv_bias="blk.0.attn_q.bias" in names,
             o_bias="blk.0.attn_output.bias" in names,
@@ -247,8 +209,8 @@ class _Fields:
         self._refuse_unknown()
         return config
 
-    def _rope(self, names: dict[str, Any]) -> RopeSettings:
-        theta = float(self.get("rope.freq_base", 10000.0))
+    def _rope(self, names: dict[str, Any], head_dim: int) -> RopeSettings:
+        theta = self.number("rope.freq_base", 10000.0)
         # llama.cpp reads a factor without a type as linear scaling
         unnamed = "none" if self.get("rope.scaling.factor") is None else "linear"
         kind = str(self.get("rope.scaling.type", unnamed))
@@ -258,16 +220,20 @@ class _Fields:
                     f"{self.path}: {ROPE_DIVISORS} together with scaling {kind}", ROPE_DIVISORS
                 )
             divisors = tuple(float(value) for value in names[ROPE_DIVISORS].data)
+            if len(divisors) != head_dim // 2:
+                raise ModelFileError(
+                    f"{self.path}: tensor {ROPE_DIVISORS} has {len(divisors)} values, not {head_dim // 2}"
+                )
             return RopeSettings(theta, "divisors", divisors=divisors)
         if kind == "none":
             return RopeSettings(theta)
         if kind not in ("linear", "yarn"):
             field = self._prefix + "rope.scaling.type"
             raise UnsupportedModel(f"{self.path}: {field} = {kind!r} is not supported", field)
-        factor = float(self.need("rope.scaling.factor"))
+        factor = self.number("rope.scaling.factor")
         if kind == "linear":
             return RopeSettings(theta, "linear", factor)
-        original = int(self.need("rope.scaling.original_context_length"))
+        original = self.size("rope.scaling.original_context_length")
         return RopeSettings(
             theta, "yarn", factor, original, attention_factor=yarn_attention_factor(factor, None, None)
         )

@@ -99,11 +99,16 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise ModelFileError(f"{file}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise ModelFileError(f"{file}: the header is not a JSON object")
     header.pop("__metadata__", None)
     for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            kind = entry["dtype"]
-            raise UnsupportedModel(f"{file}: tensor {name} has type {kind}: not supported", kind)
-        if 8 + length + entry["data_offsets"][1] > size:
+        try:
+            kind, end, _ = entry["dtype"], int(entry["data_offsets"][1]), tuple(map(int, entry["shape"]))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ModelFileError(f"{file}: tensor {name} has a broken header entry: {entry!r}") from error
+        if kind not in _DTYPES:
+            raise UnsupportedModel(f"{file}: tensor {name} has type {kind}: not supported", str(kind))
+        if 8 + length + end > size:
             raise ModelFileError(f"{file}: file is truncated: tensor {name} ends beyond it ({size} bytes)")
-    return dict(header)
+    return header

@@ -19,6 +19,7 @@ from llm42.models.gguf import unpermute
 from llm42.models.load import load_model
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
+from llm42.protocol import LLM42Error
 
 TOLERANCE = 1e-4
 WIDE = {  # K-quants come in blocks of 256
@@ -198,6 +199,53 @@ def test_wrong_shape(tmp_path: Path) -> None:
     path = written(tmp_path / "m.gguf", metadata={"llama.feed_forward_length": 95})
     with pytest.raises(ModelFileError, match=r"mlp.gate_proj.weight has shape \(96, 64\).*\(95, 64\)"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("llama.attention.head_count", [4, 8], UnsupportedModel),
+        ("llama.attention.head_count_kv", 3, ModelFileError),
+        ("llama.attention.key_length", 15, ModelFileError),
+        ("llama.block_count", 0, ModelFileError),
+        ("llama.context_length", "long", ModelFileError),
+        ("llama.attention.layer_norm_rms_epsilon", -1.0, ModelFileError),
+        ("llama.rope.freq_base", float("nan"), ModelFileError),
+    ],
+)
+def test_broken_values(key: str, value: Any, error: type[Exception], tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", metadata={key: value})
+    with pytest.raises(error, match=str(path)):
+        load(path)
+
+
+def test_rope_divisors_of_the_wrong_length(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", extra={"rope_freqs.weight": np.ones(7, np.float32)})
+    with pytest.raises(ModelFileError, match=r"rope_freqs\.weight has 7 values, not 8"):
+        load(path)
+
+
+def refusal(path: Path) -> str | None:
+    """The message of a typed error; None: the file loads. Any other exception fails the test."""
+    try:
+        load(path)
+    except LLM42Error as error:
+        return str(error)
+    return None
+
+
+def test_damaged_headers_give_typed_errors(tmp_path: Path) -> None:
+    """Any byte of the header may be wrong: the file loads, or the error is ours."""
+    path = written(tmp_path / "m.gguf", metadata={"tokenizer.ggml.tokens": ["word"] * 9})
+    good, generator, refused = path.read_bytes(), np.random.default_rng(5), 0
+    for _ in range(200):
+        data = bytearray(good)
+        data[generator.integers(0, 1900)] = generator.choice([0, 255, generator.integers(256)])
+        path.write_bytes(data)
+        message = refusal(path)
+        assert message is None or str(path) in message
+        refused += message is not None
+    assert refused > 50
 
 
 def test_missing_key(tmp_path: Path) -> None:

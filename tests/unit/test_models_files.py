@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
+from llm42.protocol import LLM42Error
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -130,6 +132,29 @@ def test_truncated_file(copy: Path, share: float) -> None:
     (copy / WEIGHTS).write_bytes(data[: int(len(data) * share)])
     in_header = len(data) * share < 8 + int.from_bytes(data[:8], "little")
     refuses(copy, WEIGHTS, "truncated", "header" if in_header else "tensor ")
+
+
+def refusal(directory: Path) -> str | None:
+    """The message of a typed error; None: the files load. Any other exception fails the test."""
+    try:
+        load(directory)
+    except LLM42Error as error:
+        return str(error)
+    return None
+
+
+def test_damaged_headers_give_typed_errors(copy: Path) -> None:
+    """Any byte of the header may be wrong: the file loads, or the error is ours."""
+    good, generator, refused = (copy / WEIGHTS).read_bytes(), random.Random(5), 0
+    header = 8 + int.from_bytes(good[:8], "little")
+    for _ in range(200):
+        data = bytearray(good)
+        data[generator.randrange(header)] = generator.choice([0, 255, generator.randrange(256), *b"09"])
+        (copy / WEIGHTS).write_bytes(data)
+        message = refusal(copy)
+        assert message is None or WEIGHTS in message
+        refused += message is not None
+    assert refused > 50
 
 
 def test_garbage_instead_of_weights(copy: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
-from llm42.models.gguf import metadata, open_gguf
+from llm42.models.gguf_reader import metadata, open_gguf
 from llm42.models.gguf_tokenizer import build_tokenizer
 from llm42.protocol import RequestRejected
 from llm42.tokenizer import Detokenizer, Tokenizer
