@@ -115,7 +115,7 @@ class Service:
             )
         require_free_port(server.host, server.port)
         prepare_environment()
-        self._say("Starting Ray (about 20 seconds) ...")
+        self._say("Starting Ray")
         import ray
         from ray import serve
 
@@ -128,7 +128,7 @@ class Service:
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
         )
-        self._say("Starting the replicas ...")
+        self._say("Loading the model into the replicas")
         serve.start(http_options={"host": server.host, "port": server.port})
         self._run_application()
 
@@ -166,6 +166,8 @@ class Service:
             health = self.health()
             if health["deterministic"]:
                 return str(health["fingerprint"])
+            doing = health["detail"].removeprefix("No verifier is ready: ")
+            self._say(f"Starting the verifier: {doing}")
             failed = health["verifier_states"] and all(s == "failed" for s in health["verifier_states"])
             if failed or time.monotonic() > deadline:
                 raise LaunchFailed(f"{health['detail']} (logs: {log_dir()})")

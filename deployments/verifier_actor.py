@@ -23,7 +23,7 @@ State = Literal["starting", "ready", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class VerifierStatus:
-    """What an actor says of itself. `detail` is the reason of a failed certification."""
+    """What an actor says of itself. `detail`: what it is doing, or why certification failed."""
 
     state: State
     fingerprint: str | None = None
@@ -37,7 +37,7 @@ class VerifierActor:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = Settings.load(settings)
         self._verifier: Verifier | None = None
-        self._failure = ""
+        self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
@@ -46,10 +46,16 @@ class VerifierActor:
         try:
             from llm42.verifier.build import build_verifier
 
-            self._verifier = await asyncio.to_thread(lambda: build_verifier(self._settings).start())
+            def build() -> Verifier:
+                return build_verifier(self._settings, progress=self._certifying).start()
+
+            self._verifier = await asyncio.to_thread(build)
         except Exception as error:
             log.exception("the verifier could not start")
             self._failure = f"{type(error).__name__}: {error}"
+
+    def _certifying(self, operator: str) -> None:
+        self._doing = f"certifying {operator}"
 
     async def _expire(self) -> None:
         while time.monotonic() - self._renewed < LEASE_S:
@@ -64,7 +70,9 @@ class VerifierActor:
         self._renewed = time.monotonic()
         if self._verifier is not None:
             return VerifierStatus("ready", self._verifier.fingerprint, pid=os.getpid())
-        return VerifierStatus("failed" if self._failure else "starting", None, self._failure, os.getpid())
+        if self._failure:
+            return VerifierStatus("failed", None, self._failure, os.getpid())
+        return VerifierStatus("starting", None, self._doing, os.getpid())
 
     async def verify(self, windows: list[Window]) -> list[Commit | Failure]:
         """Answers in order. Pure, so a caller may repeat it. Raises VerifierUnavailable or Overloaded."""

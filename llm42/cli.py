@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -81,18 +82,45 @@ def serve(
     stop = threading.Event()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with err.status("Starting ...") as status, Service(settings, status.update) as service:
-            status.update(
-                "Certifying this machine for bit-identical answers (cached after the first time) ..."
-            )
+        with Steps() as steps, Service(settings, steps) as service:
             problem = _certification_problem(service)
-            status.stop()
+            steps.done()
             _announce(service.url, settings, problem)
             with suppress(KeyboardInterrupt):
                 stop.wait()
             err.print("Stopping ...")
     except KeyboardInterrupt:
         err.print("Interrupted; nothing is left running.")
+
+
+class Steps:
+    """Shows the step that is going on with a spinner, and the steps that are done with their time."""
+
+    def __init__(self) -> None:
+        self._status = err.status("")
+        self._current, self._began = "", 0.0
+
+    def __call__(self, text: str) -> None:
+        """Begins a step, or says more about the current one: what follows a colon is not a new step."""
+        step = text.partition(":")[0]
+        if step != self._current:
+            self.done()
+            self._current, self._began = step, time.monotonic()
+            self._status.start()
+        self._status.update(escape(text))
+
+    def done(self) -> None:
+        """The current step is over."""
+        if self._current:
+            self._status.stop()
+            err.print(f"[green]✓[/] {escape(self._current)} [dim]{time.monotonic() - self._began:.1f} s[/]")
+            self._current = ""
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -119,6 +147,7 @@ def _announce(url: str, settings: Settings, problem: str) -> None:
         "model": model.name,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
         "max_tokens": 64,
+        "temperature": 0,
         "deterministic": not problem,
     }
     curl = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"
@@ -150,8 +179,9 @@ def generate(
     from llm42.protocol import Request, SamplingParams
 
     settings = load_settings(config)
-    with err.status("Loading the model and certifying ..."):
-        embedded = Embedded(settings, deterministic)
+    with Steps() as steps:
+        embedded = Embedded(settings, deterministic, steps)
+        steps.done()
     with embedded:
         tokenizer = embedded.tokenizer
         if raw:

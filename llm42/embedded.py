@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.torch_engine import TorchEngine
 from llm42.local import LocalVerifier
-from llm42.metrics import Metrics
 from llm42.models.load import load_model
 from llm42.tokenizer import Tokenizer
+from llm42.verifier.build import build_verifier
 from llm42.verifier.core import Verifier
 
 
@@ -16,19 +18,27 @@ class Embedded:
     """Loads the model once for both sides; closing it (or leaving the `with`) ends both threads."""
 
     def __init__(
-        self, settings: Settings, deterministic: bool = True, metrics: Metrics | None = None
+        self, settings: Settings, deterministic: bool = True, progress: Callable[[str], None] = lambda _: None
     ) -> None:
         """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
-        from llm42.verifier.build import build_verifier
-
         model = settings.model
+        progress("Loading the model")
         loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
         self.settings, self.tokenizer = settings, Tokenizer.load(model.path)
-        self.verifier: Verifier | None = build_verifier(settings, loaded, self.tokenizer).start() if deterministic else None
+        self.verifier: Verifier | None = None
+        if deterministic:
+            progress("Certifying")
+            built = build_verifier(
+                settings,
+                loaded,
+                self.tokenizer,
+                progress=lambda operator: progress(f"Certifying: {operator}"),
+            )
+            self.verifier = built.start()
         self.engine = TorchEngine(loaded, settings.engine)
         self.engine.start()
         client = LocalVerifier(self.verifier) if self.verifier else None
-        self.generator = Generator(self.engine, self.tokenizer, settings, client, metrics)
+        self.generator = Generator(self.engine, self.tokenizer, settings, client)
 
     def __enter__(self) -> Embedded:
         return self
