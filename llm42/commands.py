@@ -82,7 +82,8 @@ def _certificate_table(certificate: Any) -> Table:
 def run_demonstration(
     settings: Settings, requests: int, load: int, tokens: int, temperature: float, as_json: bool
 ) -> int:
-    """Runs the demonstration with a progress bar. Returns the exit code: 1 if a deterministic output changed."""
+    """Runs the demonstration with a progress bar. Returns the exit code: 1 if a deterministic output
+    changed."""
     from llm42.demo import run_demo
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -123,7 +124,7 @@ def _print_demo(result: Any) -> None:
         table.add_row(label, str(getattr(best, name)), str(getattr(det, name)))
     out.print(table)
     for d in best.first_differences[:5]:
-        out.print(f"  best-effort differs from output token {d.token}: {d.prompt}", style="dim", markup=False)
+        out.print(f"  best-effort differs from token {d.token} on: {d.prompt}", style="dim", markup=False)
     out.print(f"Numerics: {result.numerics}; fast path: {result.fast_path_products}.", markup=False)
     out.print(f"Fingerprint {result.fingerprint}.", markup=False)
     if best.diverged == 0:

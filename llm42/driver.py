@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
 from llm42 import metrics as m
@@ -140,7 +140,8 @@ def _into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
     """A sink that hands the engine thread's outputs to a queue of the event loop."""
 
     def sink(output: EngineOutput) -> None:
-        loop.call_soon_threadsafe(inbox.put_nowait, output)
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(inbox.put_nowait, output)
 
     return sink
 

@@ -191,15 +191,13 @@ class TorchEngine:
         except Exception:
             log.exception("the engine's loop failed")
         finally:
+            self._receive()  # an abort that is already queued is not an error
             for running in list(self._requests.values()):
                 self._report(running, error="the engine stopped")
 
     def step(self) -> bool:
         """One fast step; False when there is nothing to do."""
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+        self._receive()
         decode, prefill = self._schedule()
         if not decode and not prefill:
             return False
@@ -211,6 +209,12 @@ class TorchEngine:
             if running.computed == len(running.tokens):
                 self._sample(running, logits)
         return True
+
+    def _receive(self) -> None:
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
 
     def _schedule(self) -> tuple[list[Running], list[tuple[Running, int]]]:
         """Decode rows of everyone who may go on, then prompt chunks up to the budget, oldest first."""

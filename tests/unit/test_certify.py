@@ -1,0 +1,250 @@
+"""Certification passes on this machine, every plant is caught under its operator's name, and providers
+fall back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from kernels import cpu, linear
+from llm42 import fingerprint as fp
+from llm42.cli import app
+from llm42.config import Settings
+from llm42.models.fetch import fetch_smollm2
+from llm42.models.weights import LoadedModel
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.build import certificate_for, load_for
+from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu
+from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
+from llm42.verifier.plants import PLANTS
+
+CAUGHT_AS = {
+    "row-position": "linear",
+    "row-count": "linear",
+    "one-ulp": "rms_norm",
+    "attention-split": "attention",
+    "attention-tile": "attention",
+    "dirty-tail": "attention",
+    "topp-scan": "sampling",
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    directory = str(tmp_path_factory.mktemp("certificates"))
+    path = str(fetch_smollm2(".models/smollm2"))
+    return Settings.load(
+        {"model": {"path": path}, "verifier": {"certificate_dir": directory, "buckets": (8, 16, 64)}}
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
+    return load_for(settings)
+
+
+@pytest.fixture(scope="module")
+def certificate(settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> Certificate:
+    return certificate_for(settings, *loaded)
+
+
+def test_this_machine_passes(certificate: Certificate) -> None:
+    assert set(certificate.providers) == {*cpu.PROVIDERS, "attention", "sampling"}
+    assert certificate.compared_rows > 1000
+    assert certificate.buckets[-1] == 64
+
+
+@pytest.mark.parametrize("plant", sorted(PLANTS))
+def test_every_plant_is_caught(plant: str, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
+    with pytest.raises(CertificationFailed) as caught:
+        certify_cpu(loaded[0], settings.verifier, [plant])
+    assert caught.value.operator == CAUGHT_AS[plant]
+
+
+def test_the_certificate_is_kept_by_its_inputs(
+    settings: Settings, loaded: tuple[LoadedModel, Tokenizer], certificate: Certificate
+) -> None:
+    again = certificate_for(settings, *loaded)
+    assert again.cached
+    assert replace(again, cached=False) == certificate
+    kept = Path(settings.verifier.certificate_dir or "") / f"{certificate.key}.json"
+    kept.write_text("not json")
+    assert not certificate_for(settings, *loaded).cached
+
+
+def test_a_planted_run_is_never_kept(settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
+    with pytest.raises(CertificationFailed):
+        certificate_for(settings, *loaded, plants=["one-ulp"])
+    directory = Path(settings.verifier.certificate_dir or "")
+    assert all(not json.loads(f.read_text())["plants"] for f in directory.glob("*.json"))
+
+
+@pytest.fixture
+def broken_mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The fastest product depends on the step size."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = linear.linear_mkl(x, weight, bias)
+        return y if x.shape[0] != 8 else torch.nextafter(y, y + 1)
+
+    monkeypatch.setitem(linear.CPU_PROVIDERS, "mkl", product)
+    return
+
+
+def test_the_next_provider_is_used(
+    broken_mkl: None, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]
+) -> None:
+    certificate = certify_cpu(loaded[0], settings.verifier)
+    assert certificate.providers["linear"] == "mkl-tile"
+    failed = [r for r in certificate.reports if not r.passed]
+    assert [(r.operator, r.provider) for r in failed] == [("linear", "mkl")]
+
+
+def test_small_steps_are_dropped_when_only_large_ones_agree(
+    broken_mkl: None,
+    settings: Settings,
+    loaded: tuple[LoadedModel, Tokenizer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for other in ("mkl-tile", "row"):
+        monkeypatch.delitem(linear.CPU_PROVIDERS, other)
+    certificate = certify_cpu(loaded[0], settings.verifier)
+    assert certificate.providers["linear"] == "mkl"
+    assert certificate.buckets == (16, 64)
+
+
+def test_nan_and_minus_zero_count_as_bits() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+
+
+def test_a_row_operator_that_mixes_rows_is_caught() -> None:
+    def mean_shift(x: Tensor) -> tuple[Tensor]:
+        return (x + 0.0 * x.mean(),)
+
+    subject = RowSubject("op", "test", lambda n, g: (torch.randn(n, 8, generator=g),), mean_shift)
+    good, violation = check_rows(subject, [4, 8], Tally())
+    assert good == []
+    assert violation is not None
+    assert "NaN" in violation.detail  # 0 * finite is invisible; 0 * NaN is not
+
+
+def test_the_command_names_the_operator(settings: Settings, tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text(json.dumps(settings.model_dump(mode="json")))
+    result = CliRunner().invoke(app, ["certify", "--config", str(config), "--json", "--plant", "row-count"])
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["operator"] == "linear"
+    assert CliRunner().invoke(app, ["certify", "--config", str(config), "--plant", "nope"]).exit_code == 2
+
+
+def test_the_command_passes_without_plants(settings: Settings, tmp_path: Path) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text(json.dumps(settings.model_dump(mode="json")))
+    result = CliRunner().invoke(app, ["certify", "--config", str(config), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["passed"] is True
+
+
+class TestFingerprint:
+    """Each component changes it, and nothing else does."""
+
+    def test_it_is_stable(self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
+        model, tokenizer = loaded
+        first = fp.inputs(model, settings, tokenizer.identity)
+        assert fp.digest(first) == fp.digest(fp.inputs(model, settings, tokenizer.identity))
+
+    @pytest.mark.parametrize(
+        ("field", "change"),
+        [
+            ("model", lambda m: replace(m, identity="other weights")),
+            ("dequantiser", lambda m: replace(m, dequantiser="other")),
+            ("dtype", lambda m: replace(m, dtype=torch.float32)),
+            ("architecture", lambda m: replace(m, config=replace(m.config, architecture="other"))),
+        ],
+    )
+    def test_the_model(
+        self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], field: str, change: object
+    ) -> None:
+        model, tokenizer = loaded
+        before = fp.inputs(model, settings, tokenizer.identity)
+        after = fp.inputs(change(model), settings, tokenizer.identity)  # type: ignore[operator]
+        assert list(fp.differing_fields(before, after)) == [field]
+        assert fp.digest(before) != fp.digest(after)
+
+    @pytest.mark.parametrize(
+        ("field", "section", "value"),
+        [
+            ("configured_buckets", "verifier", {"buckets": (8, 64)}),
+            ("device.threads", "verifier", {"threads": 2}),
+            ("block_size", "verifier", {"block_size": 8}),
+            ("max_model_len", "model", {"max_model_len": 512}),
+        ],
+    )
+    def test_the_settings(
+        self,
+        settings: Settings,
+        loaded: tuple[LoadedModel, Tokenizer],
+        field: str,
+        section: str,
+        value: dict[str, object],
+    ) -> None:
+        model, tokenizer = loaded
+        changed = settings.model_copy(update={section: getattr(settings, section).model_copy(update=value)})
+        before = fp.inputs(model, settings, tokenizer.identity)
+        after = fp.inputs(model, changed, tokenizer.identity)
+        assert list(fp.differing_fields(before, after)) == [field]
+        assert fp.digest(before) != fp.digest(after)
+
+    def test_tokenizer_environment_libraries_code_device(
+        self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, tokenizer = loaded
+        before = fp.inputs(model, settings, tokenizer.identity)
+        assert list(fp.differing_fields(before, fp.inputs(model, settings, "x"))) == ["tokenizer"]
+        with monkeypatch.context() as m:
+            m.setenv("MKL_CBWR", "AVX2")
+            after = fp.inputs(model, settings, tokenizer.identity)
+            assert list(fp.differing_fields(before, after)) == ["environment.MKL_CBWR"]
+        for name, field in (
+            ("code_hash", "code"),
+            ("_cpu_name", "device.name"),
+            ("_version", "libraries."),
+        ):
+            with monkeypatch.context() as m:
+                m.setattr(fp, name, lambda *_: "changed")
+                after = fp.inputs(model, settings, tokenizer.identity)
+                assert all(f.startswith(field) for f in fp.differing_fields(before, after))
+                assert fp.digest(before) != fp.digest(after)
+        monkeypatch.setattr(fp, "SCHEDULE_VERSION", 99)
+        after = fp.inputs(model, settings, tokenizer.identity)
+        assert list(fp.differing_fields(before, after)) == ["schedule"]
+
+    def test_the_outcome(self, certificate: Certificate) -> None:
+        known = {"model": "x"}
+        full = fp.manifest(known, certificate.providers, certificate.buckets)
+        other = fp.manifest(known, {**certificate.providers, "linear": "row"}, certificate.buckets)
+        fewer = fp.manifest(known, certificate.providers, certificate.buckets[1:])
+        assert len({fp.fingerprint(m) for m in (full, other, fewer)}) == 3
+
+    def test_the_code_hash_sees_every_source_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "llm42"
+        for name in ("models/a.py", "verifier/b.py", "sampling.py", "noise.py", "cache.py"):
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            (package / name).write_text("x = 1\n")
+        monkeypatch.setattr(fp.llm42, "__file__", str(package / "__init__.py"))
+        hashes = {fp.code_hash()}
+        for name in ("models/a.py", "verifier/b.py", "sampling.py", "noise.py", "cache.py"):
+            (package / name).write_text("x = 2\n")
+            hashes.add(fp.code_hash())
+        assert len(hashes) == 6
