@@ -1,0 +1,5 @@
+"""`python -m llm42` is the `llm42` command."""
+
+from llm42.cli import main
+
+main()
