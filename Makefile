@@ -7,10 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL := .models/.smollm2
 
-# The CPU build of torch. It is looked for in the package index that pip is set up for first (a mirror or a wheel
-# folder may have it), then in PyTorch's own index. For a CUDA build: make TORCH=torch==2.13.0 run
-TORCH ?= torch==2.13.0+cpu
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# torch is pinned in constraints.txt. Where pip finds a CPU wheel first (a wheel folder, an index of your own) that one
+# is taken; else the default CUDA build, which runs on a CPU too but is larger.
+TORCH ?= torch==2.13.0
 
 CONFIG ?= serve_config.yaml
 PYTEST_ARGS ?=
@@ -24,7 +23,7 @@ run: $(INSTALLED) $(MODEL)
 demo: $(INSTALLED) $(MODEL)
 	@exec $(BIN)/llm42 demo
 
-test: $(INSTALLED) $(MODEL)
+test: lint $(MODEL)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
@@ -41,8 +40,7 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing packages into $(VENV) (a few minutes the first time) ..."
-	@$(BIN)/python -m pip install --quiet --no-deps '$(TORCH)' 2>/dev/null \
-		|| $(BIN)/python -m pip install --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
 	@touch $@
 
