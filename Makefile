@@ -12,6 +12,8 @@ MODEL := .models/.smollm2
 TORCH ?= torch==2.13.0
 
 CONFIG ?= serve_config.yaml
+# The full comparison, 20 prompts of 128 tokens, takes about three times as long: make DEMO_ARGS= demo
+DEMO_ARGS ?= --requests 8 --tokens 96
 PYTEST_ARGS ?=
 
 .PHONY: run demo test lint format clean
@@ -21,7 +23,7 @@ run: $(INSTALLED) $(MODEL)
 	@exec $(BIN)/llm42 serve --config $(CONFIG)
 
 demo: $(INSTALLED) $(MODEL)
-	@exec $(BIN)/llm42 demo
+	@exec $(BIN)/llm42 demo --config $(CONFIG) $(DEMO_ARGS)
 
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)

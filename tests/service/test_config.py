@@ -1,0 +1,86 @@
+"""serve_config.yaml: documents every setting, holds the defaults, and is what both ways of starting read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.app import build
+from deployments.launch import LaunchFailed, absolute, read_serve_config, require_free_port
+from llm42.config import Settings
+
+CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted names of all settings."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    (app,) = ServeDeploySchema.model_validate(data).applications
+    assert app.import_path == "deployments.app:build"
+    written = leaves(app.args)
+    defaults = leaves(Settings().model_dump(mode="json"))
+    assert set(defaults) - set(written) == {"server.host", "server.port"}, "these two are in http_options"
+    assert written.items() <= defaults.items()
+    assert read_serve_config(CONFIG) == absolute(Settings())
+
+
+def test_every_setting_has_a_comment_near_it() -> None:
+    lines = CONFIG.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip() == "model:")
+    for i, line in enumerate(lines[start:], start):
+        if line.startswith(" " * 8) and not line.strip().startswith("#"):
+            above = lines[max(0, i - 3) : i]
+            assert any(x.strip().startswith("#") for x in above), f"no comment above: {line}"
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"server": {"prot": 1}}, "server.prot"),
+        ({"engine": {"max_batch": 0}}, "engine.max_batch"),
+        ({"verifier": {"buckets": [8, 8]}}, "verifier"),
+        ({"modell": {}}, "modell"),
+    ],
+)
+def test_a_wrong_setting_stops_the_build_with_its_name(change: dict[str, Any], name: str) -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        build(change)
+    assert ".".join(map(str, caught.value.errors()[0]["loc"])) == name
+
+
+def test_what_llm42_serve_cannot_honour_is_refused(tmp_path: Path) -> None:
+    data = yaml.safe_load(CONFIG.read_text())
+    data["applications"][0]["deployments"] = [{"name": "FastPath", "num_replicas": 2}]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(LaunchFailed, match="serve deploy"):
+        read_serve_config(file)
+
+
+def test_http_options_decide_where_it_listens(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("http_options: {port: 8123}\napplications: [{args: {engine: {max_batch: 3}}}]")
+    settings = read_serve_config(file)
+    assert (settings.server.port, settings.engine.max_batch) == (8123, 3)
+
+
+def test_a_port_in_use_is_said_before_anything_is_started() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(LaunchFailed, match="--port"):
+            require_free_port("127.0.0.1", taken.getsockname()[1])
