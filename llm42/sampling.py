@@ -5,8 +5,10 @@ Stages, in order (docs/determinism.md, "Sampling"), all in float32 unless said:
    over the output are subtracted; 2. logit_bias is added, ids banned by min_tokens become -inf; 3.
    division by temperature;
 4. top-k; 5. top-p over the softmax of what is left (float64 cumulative sum, the id that crosses p is kept);
-6. min-p: an id stays if ln p >= ln p_max + ln(min_p); 7. argmax of (value + Gumbel noise) in float64.
-Temperature 0 stops after stage 2 with a plain argmax. Every tie, at a border too, goes to the lowest id.
+6. min-p: an id stays if value >= largest value + ln(min_p), in float64; 7. argmax of (value + Gumbel noise)
+   in float64.
+A temperature below GREEDY_BELOW stops after stage 2 with a plain argmax (so small a divisor only overflows).
+Every tie, at a border too, goes to the lowest id.
 Log-probabilities are of the raw logits: float32 exponentials, float64 sum.
 
 One row at a time: every tensor has the row's fixed shape [V], so no other row can change a bit.
@@ -26,6 +28,7 @@ from llm42.protocol import SamplingParams, TokenLogprob
 
 NEG_INF = float("-inf")
 TOP_P_HEAD = 1024
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class Sampled:
     token: int
     logprob: TokenLogprob
     finite: bool = True
-    """False: the row's logits hold NaN, or no finite value at all; the request must end with an error."""
+    """False: the row's logits hold NaN or +inf, or a stage overflowed, or no finite value is left to draw
+    from; the request must end with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +75,28 @@ def sample_row(
 
 
 def draw(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> int | None:
-    """The drawn token id, or None when the logits hold NaN or nothing finite is left to draw from."""
+    """The drawn token id, or None where `Sampled.finite` is False."""
+    # the raw maximum too: a ban may hide a NaN or +inf from the draw, but not from the log-probabilities
+    if not math.isfinite(logits.max()):
+        return None
     values = adjust(logits, params, history, prompt_len)
+    if not is_greedy(params):
+        values = values / params.temperature
     best = int(values.argmax())  # lowest id on ties; NaN counts as the largest value
     if not math.isfinite(values[best]):
         return None
-    if params.temperature == 0:
+    if is_greedy(params):
         return best
-    values = values / params.temperature
     keep = _restrict(values, params)
     if keep is not None:
         values = torch.where(keep, values, NEG_INF)
     noise = gumbel_row(params.seed, len(history), logits.shape[0], logits.device)
     return int((values.double() + noise).argmax())
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """True where the draw is the plain argmax after stage 2."""
+    return params.temperature < GREEDY_BELOW
 
 
 def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:
@@ -160,13 +173,13 @@ def _nucleus(values: Tensor, ids: Tensor, mass: Tensor) -> Tensor | None:
 
 
 def token_logprob(logits: Tensor, token: int, num_logprobs: int = 0) -> TokenLogprob:
-    """ln softmax(logits)[token] and the num_logprobs most likely ids (ties: lowest id first). logits [V]
-    float32."""
+    """ln softmax(logits)[token] and the num_logprobs (at most V) most likely ids (ties: lowest id first).
+    logits [V] float32."""
     top_value = logits.max()
     log_sum = (logits - top_value).exp().sum(dtype=torch.float64).log() + top_value.double()
     top: tuple[tuple[int, float], ...] = ()
     if num_logprobs > 0:
-        ids = _top_k(logits, num_logprobs).nonzero().flatten()
+        ids = _top_k(logits, min(num_logprobs, logits.shape[0])).nonzero().flatten()
         order = logits[ids].sort(descending=True, stable=True)
         values = (order.values.double() - log_sum).float()
         top = tuple(zip(ids[order.indices].tolist(), values.tolist(), strict=True))
