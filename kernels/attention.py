@@ -21,7 +21,7 @@ values are finite (kernels/kv_write.py), so 0 * NaN cannot occur.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,140 +29,21 @@ import torch
 from torch import Tensor
 
 from kernels.attention_cpu import attention_reference
+from kernels.attention_plan import ITEM_FIELDS, SEGMENT, AttentionShape, Plan, Planner, Tile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SEGMENT = 1024
-"""Keys per segment: the border up to which a context is one unsplit sum."""
-LOG2_E = 1.4426950408889634
-ITEM_FIELDS = 8
-"""int32 fields of a work item: first row, tokens, first position, table offset, first segment, last segment (exclusive),
-partial slot or -1, unused. Of a combine item: first row, tokens, unused x 2, first partial slot, segments, unused x 2."""
+__all__ = ["ITEM_FIELDS", "SEGMENT", "AttentionShape", "Plan", "Planner", "Tile", "TritonAttention", "paged_reference"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One tile height: how it is compiled and how many programs share an SM."""
+class Sources:
+    """One layer's keys and values in the forms that the tiles' loads need (None where no tile needs it)."""
 
-    block_m: int
-    warps: int
-    stages: int
-    per_sm: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What a model and a cache fix. `block_n` and SEGMENT set the bits; everything else only the speed."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    block_size: int
-    block_n: int = 64
-    large: Tile = Tile(128, 8, 3, 1)
-    small: Tile = Tile(16, 1, 3, 4)
-    tma: bool = False
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} KV heads")
-        if SEGMENT % self.block_n or self.group > self.small.block_m:
-            raise ValueError(f"unsupported attention tile: block_n {self.block_n}, {self.group} heads in a group")
-        if self.tma and (self.block_size % self.block_n or self.dim != self.block_d):
-            raise ValueError("TMA tiles need block_size to be a multiple of block_n and a head size of 64 or 128")
-        if self.block_size % self.block_n and self.block_n % self.block_size:
-            raise ValueError(f"block_size {self.block_size} and key tile {self.block_n} must divide one another")
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def block_d(self) -> int:
-        """Head size rounded up to a power of two."""
-        return 1 << (self.dim - 1).bit_length()
-
-    @property
-    def scale(self) -> float:
-        """Softmax scale times log2 e, rounded to float32 once."""
-        return float(np.float32(self.dim**-0.5 * LOG2_E))
-
-
-@dataclass(slots=True)
-class Plan:
-    """Work of one step as int32 arrays [n, ITEM_FIELDS]; heavy items first."""
-
-    large: NDArray[np.int32]
-    small: NDArray[np.int32]
-    combine_large: NDArray[np.int32]
-    combine_small: NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class Planner:
-    """Cuts the rows of a step into work items. `programs` is what runs at once; `partials` bounds the split items."""
-
-    shape: AttentionShape
-    programs: int
-    partials: int
-    _empty: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, ITEM_FIELDS), np.int32))
-
-    def plan(
-        self, row0: NDArray[Any], count: NDArray[Any], start: NDArray[Any], table: NDArray[Any]
-    ) -> Plan:
-        """Per sequence: first row in the step, number of rows, first position, offset of its block table."""
-        group = self.shape.group
-        tall, short = self.shape.large.block_m // group, self.shape.small.block_m // group
-        full, rest = np.divmod(count, tall)
-        is_large = rest > short
-        tiles = full + is_large
-        sequence = np.repeat(np.arange(len(count)), tiles)
-        first = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tall
-        tokens = np.minimum(count[sequence] - first, tall)
-        large = self._items(row0[sequence] + first, tokens, start[sequence] + first, table[sequence])
-        tail = np.flatnonzero((rest > 0) & ~is_large)
-        first = full[tail] * tall
-        small = self._items(row0[tail] + first, rest[tail], start[tail] + first, table[tail])
-        keys = float(_keys(large).sum() + _keys(small).sum()) * self.shape.kv_heads
-        fair = max(SEGMENT, keys / self.programs)
-        large, combine_large = self._split(large, fair)
-        small, combine_small = self._split(small, fair)
-        return Plan(large, small, combine_large, combine_small)
-
-    def _items(self, row: Any, tokens: Any, pos: Any, table: Any) -> NDArray[np.int32]:
-        if not len(row):
-            return self._empty
-        items = np.zeros((len(row), ITEM_FIELDS), np.int32)
-        items[:, 0], items[:, 1], items[:, 2], items[:, 3] = row, tokens, pos, table
-        items[:, 5] = -(-(pos + tokens) // SEGMENT)
-        items[:, 6] = -1
-        return items[np.argsort(-_keys(items), kind="stable")]
-
-    def _split(self, items: NDArray[np.int32], fair: float) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Items well over a fair share of the work become one item per segment, as far as the partials reach."""
-        if not len(items) or _keys(items[:1])[0] <= 1.25 * fair:
-            return items, self._empty
-        segments = items[:, 5]
-        over = (_keys(items) > 1.25 * fair) & (segments > 1)
-        over &= np.cumsum(np.where(over, segments, 0)) <= self.partials
-        chosen = items[over]
-        if not len(chosen):
-            return items, self._empty
-        parts = chosen[:, 5]
-        first = np.cumsum(parts) - parts
-        pieces = np.repeat(chosen, parts, axis=0)
-        pieces[:, 6] = np.arange(len(pieces))
-        pieces[:, 4] = pieces[:, 6] - np.repeat(first, parts)
-        pieces[:, 5] = pieces[:, 4] + 1
-        combine = np.zeros_like(chosen)
-        combine[:, :2], combine[:, 4], combine[:, 5] = chosen[:, :2], first, parts
-        return np.concatenate((pieces, items[~over])), combine
-
-
-def _keys(items: NDArray[np.int32]) -> NDArray[np.int64]:
-    return (items[:, 2] + items[:, 1]).astype(np.int64)
+    tensors: tuple[Tensor, Tensor]
+    tma: tuple[Any, Any] | None = None
+    hopper: tuple[Any, Any] | None = None
 
 
 class TritonAttention:
@@ -178,41 +59,59 @@ class TritonAttention:
         self._acc = torch.empty(rows * shape.block_d, dtype=torch.float32, device=device)
         self._ml = torch.empty(rows * 2, dtype=torch.float32, device=device)
 
-    def sources(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Any, Any]:
-        """Caches [slots, Hk, D] as the kernels want them: the tensors, or tensor-map descriptors."""
-        if not self.shape.tma:
-            return k_cache, v_cache
-        from triton.tools.tensor_descriptor import TensorDescriptor
+    def sources(self, k_cache: Tensor, v_cache: Tensor) -> Sources:
+        """Caches [slots, Hk, D] and their tensor maps."""
+        loads = {self.shape.large.load, self.shape.small.load}
+        width = self.shape.kv_heads * self.shape.dim
+        block = [self.shape.block_n, self.shape.dim]
+        flat = (k_cache.view(-1, width), v_cache.view(-1, width))
+        tma = hopper = None
+        if "tma" in loads:
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-        width, block = self.shape.kv_heads * self.shape.dim, [self.shape.block_n, self.shape.dim]
-        k, v = k_cache.view(-1, width), v_cache.view(-1, width)
-        return tuple(TensorDescriptor(x, list(x.shape), [width, 1], block) for x in (k, v))  # type: ignore[return-value]
+            tma = tuple(TensorDescriptor(x, list(x.shape), [width, 1], block) for x in flat)
+        if "hopper" in loads:
+            from kernels.gpu.attention_hopper import descriptor
+
+            hopper = tuple(descriptor(x, block) for x in flat)
+        return Sources((k_cache, v_cache), tma, hopper)  # type: ignore[arg-type]
 
     def attend(
-        self, tile: Tile, q: Tensor, out: Tensor, sources: tuple[Any, Any], tables: Tensor, items: Tensor, count: Tensor
+        self, tile: Tile, q: Tensor, out: Tensor, sources: Sources, tables: Tensor, items: Tensor, count: Tensor
     ) -> None:
         """Runs the items of one tile height. q, out [T, Hq, D]; tables, items, count int32 on the device."""
         from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import STRICT
+        from kernels.gpu.launch import options
 
-        shape = self.shape
-        gpu.attention_kernel[(self.sms * tile.per_sm,)](
-            q, out, *sources, tables, items, count, self._acc, self._ml, shape.scale,
-            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_D=shape.block_d,
-            BLOCK_M=tile.block_m, BLOCK_N=shape.block_n, SEGMENT=SEGMENT, PAGE=shape.block_size, TMA=shape.tma,
-            num_warps=tile.warps, num_stages=tile.stages, **STRICT,
+        shape, grid = self.shape, (self.sms * tile.per_sm,)
+        fixed = dict(
+            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_N=shape.block_n,
+            SEGMENT=shape.segment, PAGE=shape.block_size, num_warps=tile.warps, **options(),
+        )  # fmt: skip
+        work = (tables, items, count, self._acc, self._ml, shape.scale)
+        if tile.load == "hopper":
+            from kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
+
+            attention_hopper_kernel[grid](
+                q, out, *sources.hopper, *work, STAGES=tile.stages, maxnreg=MAX_REGISTERS, **fixed
+            )
+            return
+        keys_values = sources.tma if tile.load == "tma" else sources.tensors
+        gpu.attention_kernel[grid](
+            q, out, *keys_values, *work, BLOCK_D=shape.block_d, BLOCK_M=tile.block_m, TMA=tile.load == "tma",
+            num_stages=tile.stages, **fixed,
         )  # fmt: skip
 
     def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor) -> None:
         """Merges the segments of the tiles that `attend` computed in pieces."""
         from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import STRICT
+        from kernels.gpu.launch import options
 
         shape = self.shape
         gpu.combine_kernel[(self.sms * 2,)](
             out, items, count, self._acc, self._ml,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_D=shape.block_d,
-            BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **STRICT,
+            BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **options(),
         )  # fmt: skip
 
     def run(

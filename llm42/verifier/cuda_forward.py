@@ -6,12 +6,10 @@ on the current stream and may be captured into a CUDA graph; work lists are read
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kernels.attention import TritonAttention
+from kernels.attention import Sources, TritonAttention
 from kernels.kv_write import launch_qkv
 from kernels.operators import Operators
 from kernels.rmsnorm import launch_rms_norm
@@ -21,10 +19,15 @@ from llm42.models.weights import LayerWeights, LoadedModel
 
 
 class CudaForward:
-    """Model, cache and attention bound together; `views` are the device parts of the step layout."""
+    """Model, cache and attention bound together; `views` are bucket -> the device parts of its step layout."""
 
     def __init__(
-        self, model: LoadedModel, ops: Operators, kv: KVCache, attention: TritonAttention, views: dict[str, Tensor]
+        self,
+        model: LoadedModel,
+        ops: Operators,
+        kv: KVCache,
+        attention: TritonAttention,
+        views: dict[int, dict[str, Tensor]],
     ) -> None:
         self.model, self.ops, self.attention, self.views = model, ops, attention, views
         self._flat = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(kv.keys, kv.values, strict=True)]
@@ -32,33 +35,38 @@ class CudaForward:
 
     def body(self, rows: int, variant: str, hidden: Tensor) -> None:
         """Rows [0, rows) of the step -> final normed hidden states in hidden [rows, H]."""
+        views = self.views[rows]
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
-        residual = weights.embed[self.views["tokens"][:rows]]
+        residual = weights.embed[views["tokens"]]
         x = torch.empty_like(residual)
         launch_rms_norm(residual, None, weights.layers[0].input_norm, x, residual, eps)
         for index, layer in enumerate(weights.layers):
-            y = self._attend(index, layer, x, variant)
+            y = self._attend(index, layer, x, views, variant)
             launch_rms_norm(y, residual, layer.post_norm, x, residual, eps)
             y = self._mlp(layer, x)
             last = index + 1 == len(weights.layers)
             norm = weights.final_norm if last else weights.layers[index + 1].input_norm
             launch_rms_norm(y, residual, norm, hidden if last else x, residual, eps)
 
-    def _attend(self, index: int, layer: LayerWeights, x: Tensor, variant: str) -> Tensor:
+    def _attend(
+        self, index: int, layer: LayerWeights, x: Tensor, views: dict[str, Tensor], variant: str
+    ) -> Tensor:
         config, rows = self.model.config, x.shape[0]
         qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias)
         q = torch.empty(rows, config.num_heads, config.head_dim, dtype=x.dtype, device=x.device)
-        positions, slots = self.views["positions"][:rows], self.views["slots"][:rows]
+        positions, slots = views["positions"], views["slots"]
         launch_qkv(
             qkv, q, *self._flat[index], positions, slots, self.model.weights.cos_sin,
             layer.q_norm, layer.k_norm, config.rms_norm_eps,
         )  # fmt: skip
         mixed = torch.empty_like(q)
-        self._tiles(q, mixed, self._sources[index], variant)
+        self._tiles(q, mixed, self._sources[index], views, variant)
         return self.ops.linear(mixed.view(rows, -1), layer.o, layer.o_bias)
 
-    def _tiles(self, q: Tensor, out: Tensor, sources: tuple[Any, Any], variant: str) -> None:
-        views, shape, counts = self.views, self.attention.shape, self.views["counts"]
+    def _tiles(
+        self, q: Tensor, out: Tensor, sources: Sources, views: dict[str, Tensor], variant: str
+    ) -> None:
+        shape, counts = self.attention.shape, views["counts"]
         heights = [("L", "large", shape.large, 0), ("S", "small", shape.small, 1)]
         for letter, name, tile, field in heights:
             if letter not in variant:

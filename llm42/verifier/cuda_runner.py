@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionShape, TritonAttention
+from kernels.attention import AttentionShape, Tile, TritonAttention
 from kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment
 from kernels.operators import Operators
 from kernels.sampling import RowStats, row_stats
@@ -32,7 +32,7 @@ from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
 
 VARIANTS = ("L", "S", "LS", "Lc", "Sc", "LSc")
-PARTIALS = 512
+PARTIALS = 256
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -68,18 +68,23 @@ class CudaRunner:
         check_cublas_environment()
         config = model.config
         self.model, self.ops, self.kv, self.buckets = model, ops, kv, buckets
-        self.shape = shape or attention_shape(config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size)
+        self.shape = shape or attention_shape(
+            config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size
+        )
         device = kv.keys.device
         self.stream = torch.cuda.Stream(device)
         with _memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
             attention = TritonAttention(self.shape, device, PARTIALS)
-            self.layout = Layout(
-                buckets[-1], buckets[-1] + PARTIALS, buckets[-1] * -(-max_len // kv.block_size)
-            )
-            self._packer = StepPacker(self.layout, attention.planner, kv.block_size)
-            self._host = HostBuffers(self.layout)
-            self._device = torch.zeros(self.layout.total, dtype=torch.int32, device=device)
-            self._views: dict[str, Tensor] = self.layout.views(self._device)
+            per_row = -(-max_len // kv.block_size)
+            layouts = {b: Layout(b, b + PARTIALS, b * per_row) for b in buckets}
+            self._packers = {
+                b: StepPacker(x, attention.planner, kv.block_size) for b, x in layouts.items()
+            }
+            self._host = HostBuffers(layouts.values())
+            self._device = torch.zeros(layouts[buckets[-1]].total, dtype=torch.int32, device=device)
+            self._views: dict[int, dict[str, Tensor]] = {
+                b: x.views(self._device) for b, x in layouts.items()
+            }
             self._forward = CudaForward(model, ops, kv, attention, self._views)
             self._hidden = torch.zeros(buckets[-1], config.hidden_size, dtype=model.dtype, device=device)
             self._logits = torch.empty(buckets[-1], config.vocab_size, dtype=torch.float32, device=device)
@@ -87,7 +92,7 @@ class CudaRunner:
             self._log_sum = torch.zeros(buckets[-1], dtype=torch.float64, device=device)
             self._head_provider = CUDA_LM_HEAD_INTO[dict(ops.providers).get("lm_head", "cublas")]
             self._bodies: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-            self._heads: dict[int, torch.cuda.CUDAGraph] = {}
+            self._heads: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
             self._pool = torch.cuda.graph_pool_handle()
             if graphs:
                 self.capture()
@@ -107,15 +112,15 @@ class CudaRunner:
     @torch.inference_mode()
     def begin(self, bucket: int, sequences: list[SequenceRows]) -> Pending:
         """Packs and queues a step; does not wait for the device."""
-        index, host = self._host.take()
-        packed = self._packer.pack(host, bucket, sequences)
+        index, host = self._host.take(bucket)
+        packed = self._packers[bucket].pack(host, bucket, sequences)
         counts = [s.count - min(s.count, max(0, s.first_logit - s.start)) for s in sequences]
         with torch.cuda.stream(self.stream):
             self._host.copy(index, packed.used, self._device, self.stream)
             self._run_body(bucket, packed.variant)
             pending = Pending(sequences, counts, torch.cuda.Event())
             if packed.logit_rows:
-                self._sample(packed.logit_rows, pending)
+                self._sample(bucket, packed.logit_rows, pending)
             assert pending.done is not None
             pending.done.record(self.stream)
         return pending
@@ -146,11 +151,13 @@ class CudaRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Records every graph; the first run of each kernel compiles it."""
-        self._views["slots"].fill_(-1)
         for bucket in reversed(self.buckets):
+            self._device.zero_()  # no work items, and below: no row is written to the cache
+            self._views[bucket]["slots"].fill_(-1)
             for variant in VARIANTS:
                 self._bodies[bucket, variant] = self._record(partial(self._body, bucket, variant))
-            self._heads[bucket] = self._record(partial(self._head, bucket))
+            for rows in self.buckets[: self.buckets.index(bucket) + 1]:
+                self._heads[bucket, rows] = self._record(partial(self._head, bucket, rows))
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         work()
@@ -167,18 +174,18 @@ class CudaRunner:
         else:
             self._body(bucket, variant)
 
-    def _run_head(self, rows: int) -> None:
-        graph = self._heads.get(rows)
+    def _run_head(self, bucket: int, rows: int) -> None:
+        graph = self._heads.get((bucket, rows))
         if graph is not None:
             graph.replay()
         else:
-            self._head(rows)
+            self._head(bucket, rows)
 
     def _body(self, bucket: int, variant: str) -> None:
         self._forward.body(bucket, variant, self._hidden[:bucket])
 
-    def _head(self, rows: int) -> None:
-        picked = self._hidden[self._views["logit_rows"][:rows]]
+    def _head(self, bucket: int, rows: int) -> None:
+        picked = self._hidden[self._views[bucket]["logit_rows"][:rows]]
         logits = self._logits[:rows]
         self._head_provider(picked, self.model.weights.lm_head, logits)
         row_stats(logits, self._stats(rows))
@@ -187,8 +194,8 @@ class CudaRunner:
         token, logprob, bad = self._results
         return RowStats(token[:rows], self._log_sum[:rows], logprob[:rows].view(torch.float32), bad[:rows])
 
-    def _sample(self, rows: int, pending: Pending) -> None:
-        self._run_head(next(b for b in self.buckets if b >= rows))
+    def _sample(self, bucket: int, rows: int, pending: Pending) -> None:
+        self._run_head(bucket, next(b for b in self.buckets if b >= rows))
         logits, stats = self._logits[:rows], self._stats(rows)
         general, asked, top_rows = _wishes(pending.sequences)
         if general:
@@ -200,8 +207,15 @@ class CudaRunner:
 
 
 def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionShape:
-    """The tiles this project uses on Hopper for a model and block size; `block_n` alone sets the bits."""
-    return AttentionShape(heads, kv_heads, dim, block_size)
+    """The tiles this project uses on Hopper for a model and block size: tensor-map loads where the layout allows them.
+
+    The key tile alone sets the bits, and it is 64 everywhere: block sizes and tile heights do not change a result.
+    """
+    if block_size % 64 == 0 and dim in (64, 128) and heads // kv_heads <= 64:
+        large, small = Tile(128, 4, 4, 1, "hopper"), Tile(64, 4, 3, 2, "tma")
+    else:
+        large, small = Tile(64, 4, 3, 2), Tile(16 if heads // kv_heads <= 16 else 64, 4, 3, 2)
+    return AttentionShape(heads, kv_heads, dim, block_size, large=large, small=small)
 
 
 def _wishes(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.sampling import RowStats, gumbel_argmax, logprobs_of, noise_keys, restrict, row_stats, top_tokens
 from llm42.protocol import SamplingParams
+from llm42.sampling import is_greedy
 
 ROWS_AT_ONCE = 64
 """Rows sorted together: bounds the memory of a sort over the vocabulary."""
@@ -31,7 +32,7 @@ class SampledRow:
 
 def is_plain(params: SamplingParams) -> bool:
     """True where the canonical token is the argmax of the raw logits."""
-    return params.temperature == 0 and not _is_adjusted(params)
+    return is_greedy(params) and not _is_adjusted(params)
 
 
 def _is_adjusted(params: SamplingParams) -> bool:
@@ -52,7 +53,7 @@ def draw_rows(logits: Tensor, stats: RowStats, rows: list[int], asked: list[Samp
         raw = logits[index]
         token, bad = _draw(raw, wanted)
         stats.token[index] = token
-        stats.bad[index] = bad
+        stats.bad[index] |= bad  # NaN or infinity of the raw logits stays an error
         stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
 
 
@@ -69,24 +70,23 @@ def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -
 
 
 def _draw(raw: Tensor, wanted: list[SampledRow]) -> tuple[Tensor, Tensor]:
-    values = _adjust(raw, wanted)
-    stats = row_stats(values)
-    temperature = [w.params.temperature or 1.0 for w in wanted]
-    values = values / _device(temperature, torch.float32, raw)[:, None]
-    tight = [i for i, w in enumerate(wanted) if w.params.temperature and _is_restricted(w.params, raw.shape[1])]
+    params, vocab = [w.params for w in wanted], raw.shape[1]
+    warm = [not is_greedy(p) for p in params]
+    divisor = [p.temperature if on else 1.0 for p, on in zip(params, warm, strict=True)]
+    values = _adjust(raw, wanted) / _device(divisor, torch.float32, raw)[:, None]
+    bad = row_stats(values).bad
+    tight = [i for i, p in enumerate(params) if warm[i] and _is_restricted(p, vocab)]
     if tight:
         index = _device(tight, torch.int64, raw)
-        p = [wanted[i].params for i in tight]
+        chosen = [params[i] for i in tight]
         values[index] = restrict(
             values[index],
-            _device([x.top_k or raw.shape[1] for x in p], torch.int64, raw),
-            _device([x.top_p for x in p], torch.float64, raw),
-            _device([x.min_p for x in p], torch.float64, raw),
+            _device([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], torch.int64, raw),
+            _device([p.top_p for p in chosen], torch.float64, raw),
+            _device([p.min_p for p in chosen], torch.float64, raw),
         )
-    keys = noise_keys(
-        [w.params.seed for w in wanted], [len(w.history) for w in wanted], [w.params.temperature > 0 for w in wanted]
-    )
-    return gumbel_argmax(values, _device(keys, torch.int32, raw)), stats.bad
+    keys = noise_keys([p.seed for p in params], [len(w.history) for w in wanted], warm)
+    return gumbel_argmax(values, _device(keys, torch.int32, raw)), bad
 
 
 def _is_restricted(params: SamplingParams, vocab: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import ITEM_FIELDS, Planner
+from kernels.attention_plan import ITEM_FIELDS, Planner
 from llm42.verifier.plan import SequenceRows
 
 PAD_TOKEN = 0
@@ -22,7 +23,7 @@ COUNTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Offsets of the parts, in int32 elements: the same for all buckets, so that all graphs share one buffer."""
+    """Offsets of the parts of one bucket's step, in int32 elements. All buckets share one buffer."""
 
     rows: int
     items: int
@@ -77,6 +78,7 @@ class StepPacker:
 
     def __init__(self, layout: Layout, planner: Planner, block_size: int) -> None:
         self.layout, self.planner, self.block_size = layout, planner, block_size
+        self._tables_at = layout.parts["tables"][0]
 
     def pack(self, host: dict[str, NDArray[np.int32]], bucket: int, sequences: list[SequenceRows]) -> Packed:
         """Rows in the order of `sequences`, padded to `bucket` with rows that touch neither cache nor attention."""
@@ -106,8 +108,9 @@ class StepPacker:
             host[name][rows:bucket] = padding
         picked = np.flatnonzero(position >= np.repeat(first_logit, count))
         host["logit_rows"][: len(picked)] = picked
+        host["logit_rows"][len(picked) : bucket] = 0  # buckets share the buffer: no stale index may remain
         variant = self._items(host, row0, count, start, offset)
-        return Packed(self.layout.parts["tables"][0] + len(table), len(picked), variant)
+        return Packed(self._tables_at + len(table), len(picked), variant)
 
     def _items(self, host: dict[str, NDArray[np.int32]], *rows: NDArray[Any]) -> str:
         plan = self.planner.plan(*rows)
@@ -127,20 +130,22 @@ class StepPacker:
 class HostBuffers:
     """A ring of pinned buffers: step k + 1 is packed while the copy of step k may still be reading its own."""
 
-    def __init__(self, layout: Layout, depth: int = 3) -> None:
-        self._flat = [torch.zeros(layout.total, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
-        self._views = [layout.views(flat.numpy()) for flat in self._flat]
+    def __init__(self, layouts: Iterable[Layout], depth: int = 3) -> None:
+        layouts = list(layouts)
+        total = max(layout.total for layout in layouts)
+        self._flat = [torch.zeros(total, dtype=torch.int32, pin_memory=True) for _ in range(depth)]
+        self._views = [{x.rows: x.views(flat.numpy()) for x in layouts} for flat in self._flat]
         self._copied: list[torch.cuda.Event | None] = [None] * depth
         self._next = 0
 
-    def take(self) -> tuple[int, dict[str, NDArray[np.int32]]]:
-        """The next buffer, once its last copy is done (normally long ago)."""
+    def take(self, bucket: int) -> tuple[int, dict[str, NDArray[np.int32]]]:
+        """The next buffer, seen in the layout of a bucket, once its last copy is done (normally long ago)."""
         index = self._next
         self._next = (index + 1) % len(self._flat)
         event = self._copied[index]
         if event is not None:
             event.synchronize()
-        return index, self._views[index]
+        return index, self._views[index][bucket]
 
     def copy(self, index: int, used: int, device: Tensor, stream: torch.cuda.Stream) -> None:
         """Starts the copy of the first `used` elements on the stream."""

@@ -69,11 +69,16 @@ def test_long_context_split_and_unsplit_have_equal_bits() -> None:
     s = Sequences(_shape(), [length, 90])
     parts = [(0, length - 40, 40), (1, 80, 10)]
     fused = s.rows(parts, programs=1)
-    split = s.rows(parts, programs=100)
+    split, scarce = s.rows(parts, programs=15), s.rows(parts, programs=100)
     torch.testing.assert_close(fused, s.reference(parts), rtol=4e-3, atol=2e-3)
-    plan = Planner(s.shape, 100, 64).plan(*_plan_arguments([40, 10], [length - 40, 80]))
-    assert len(plan.combine_large) == 2 and len(plan.large) == 7, "the second call must really have split"
+    arguments = _plan_arguments([40, 10], [length - 40, 80])
+    plan = Planner(s.shape, 15, 64).plan(*arguments)
+    assert len(plan.combine_large) == 2, "the second call must really have split"
+    plan = Planner(s.shape, 100, 64).plan(*arguments)
+    assert len(plan.combine_small) == 5, "with much room only short tiles are used"
+    assert not len(plan.large)
     assert torch.equal(fused, split)
+    assert torch.equal(fused, scarce)
 
 
 def _plan_arguments(count: list[int], start: list[int]) -> tuple[object, ...]:
@@ -95,7 +100,7 @@ def test_pages_and_descriptors_change_nothing() -> None:
     a, b = (Sequences(_shape(page=page), [100]) for page in (16, 128))
     parts = [(0, 30, 70)]
     assert torch.equal(a.rows(parts), b.rows(parts))
-    assert torch.equal(b.rows(parts), b.rows(parts, tma=True))
+    assert torch.equal(b.rows(parts), b.rows(parts, large=replace(LARGE, load="tma"), small=replace(SMALL, load="tma")))
 
 
 def test_nan_of_a_companion_and_of_later_tokens_stays_away() -> None:

@@ -71,17 +71,18 @@ class Harness:
         self.kv.fill(range(12), float("nan"))
         shape = AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 64, Tile(32, 4, 2, 1), Tile(16, 1, 2, 1))
         attention = TritonAttention(shape, torch.device("cpu"), 8)
-        self.layout = Layout(rows, rows + 8, 200)
-        self.packer = StepPacker(self.layout, attention.planner, BLOCK)
-        self.host = np.zeros(self.layout.total, np.int32)
-        views = self.layout.views(torch.from_numpy(self.host))
+        self.layouts = {n: Layout(n, n + 8, 200) for n in (1, 16, 32, rows)}
+        self.packers = {n: StepPacker(x, attention.planner, BLOCK) for n, x in self.layouts.items()}
+        self.host = np.zeros(max(x.total for x in self.layouts.values()), np.int32)
+        views = {n: x.views(torch.from_numpy(self.host)) for n, x in self.layouts.items()}
         self.forward = CudaForward(model, cuda_operators(TRITON), self.kv, attention, views)
 
     def hidden(self, bucket: int, sequences: list[SequenceRows]) -> torch.Tensor:
-        packed = self.packer.pack(self.layout.views(self.host), bucket, sequences)
+        views = self.layouts[bucket].views(self.host)
+        packed = self.packers[bucket].pack(views, bucket, sequences)
         out = torch.empty(bucket, HIDDEN, dtype=self.model.dtype)
         self.forward.body(bucket, packed.variant, out)
-        return out[self.layout.views(self.host)["logit_rows"][: packed.logit_rows]]
+        return out[views["logit_rows"][: packed.logit_rows]]
 
 
 def _rows(tokens: list[int], start: int, count: int, table: list[int], first_logit: int = 0) -> SequenceRows:

@@ -1,0 +1,48 @@
+"""Models with random weights in the shape of real ones, made on the device: for bits and speed, not for text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.rotary import cos_sin_table
+from llm42.models.config import ModelConfig
+from llm42.models.rope import RopeSettings
+from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
+
+ROPE = RopeSettings(theta=500000.0)
+LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, ROPE, 131072)
+SMALL_64 = ModelConfig("llama", 49152, 576, 1536, 6, 9, 3, 64, 1e-5, ROPE, 8192, tie_word_embeddings=True)
+SMALL_96 = ModelConfig("llama", 32064, 768, 2048, 4, 8, 8, 96, 1e-5, ROPE, 8192)
+SMALL_QK = ModelConfig("qwen3", 32000, 1024, 3072, 4, 16, 8, 128, 1e-6, ROPE, 8192, qk_norm=True)
+
+
+def random_model(
+    config: ModelConfig, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", max_len: int = 32768, seed: int = 0
+) -> LoadedModel:
+    """Normal weights scaled by 1 / sqrt(fan-in), so that activations stay of order one."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        out = torch.empty(rows, columns, dtype=dtype, device=device)
+        return out.normal_(0.0, scale * columns**-0.5, generator=generator)
+
+    def norm(width: int) -> Tensor:
+        return torch.empty(width, dtype=dtype, device=device).normal_(1.0, 0.1, generator=generator)
+
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    rows = (config.num_heads + 2 * config.num_kv_heads) * dim
+
+    def layer() -> LayerWeights:
+        q_norm, k_norm = (norm(dim), norm(dim)) if config.qk_norm else (None, None)
+        return LayerWeights(
+            norm(hidden), matrix(rows, hidden), None, q_norm, k_norm, matrix(hidden, config.num_heads * dim), None,
+            norm(hidden), matrix(2 * inner, hidden), None, matrix(hidden, inner), None,
+        )  # fmt: skip
+
+    embed = matrix(config.vocab_size, hidden, hidden**0.5)
+    layers = [layer() for _ in range(config.num_layers)]
+    head = embed if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
+    table = cos_sin_table(config.inv_freq(), min(max_len, config.max_position)).to(device)
+    weights = ModelWeights(embed, layers, norm(hidden), head, table)
+    return LoadedModel(config, weights, dtype, device, f"random-{seed}", "random weights", "none")

@@ -1,0 +1,71 @@
+"""Where a canonical step's device time goes: kernels by name, and the gaps before them."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import sys
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.random_model import LLAMA_8B, random_model
+from benchmarks.verifier_steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
+from kernels.cuda import cuda_operators
+from kernels.gpu import launch
+from llm42.cache import KVCache
+from llm42.verifier.cuda_runner import CudaRunner
+
+BLOCK = 128
+
+
+def main() -> None:
+    """Arguments: `early` or `late` (programmatic dependent launch on or off), then names of mixes to profile."""
+    launch.early_launch(sys.argv[1] == "early")
+    model = random_model(LLAMA_8B)
+    c = model.config
+    kv = KVCache(c.num_layers, 200_000 // BLOCK, BLOCK, c.num_kv_heads, c.head_dim, model.dtype, "cuda")
+    runner = CudaRunner(model, cuda_operators(), kv, (64, 256, 512, 1024), 32768)
+    for mix in MIXES:
+        sequences = sequences_of(mix, BLOCK, c.vocab_size)
+        step, products = step_and_products_ms(runner, mix, sequences)
+        begin, finish = host_ms(runner, mix, sequences)
+        wall = pipelined_ms(runner, mix.total, sequences)
+        both = step / (products + kv_ms(mix, model))
+        print(
+            f"{sys.argv[1]} {mix.name:20} step {step:.3f} products {products:.3f} ratio {step / products:.3f} "
+            f"with kv {both:.3f} begin {begin:.3f} finish {finish:.3f} wall {wall:.3f}",
+            flush=True,
+        )
+        if mix.name in sys.argv[2:]:
+            _profile(runner, mix.total, sequences)
+    prof = cProfile.Profile()
+    sequences = sequences_of(MIXES[4], BLOCK, c.vocab_size)
+    prof.enable()
+    for _ in range(100):
+        runner.finish(runner.begin(64, sequences))
+    prof.disable()
+    pstats.Stats(prof).sort_stats("tottime").print_stats(16)
+
+
+def _profile(runner: CudaRunner, bucket: int, sequences: list) -> None:  # type: ignore[type-arg]
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(3):
+            runner.finish(runner.begin(bucket, sequences))
+        torch.cuda.synchronize()
+    events = sorted((e for e in prof.events() if e.device_time > 0), key=lambda e: e.time_range.start)
+    events = events[-(len(events) // 3) :]
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    end = None
+    for e in events:
+        row = spent[e.name[:70]]
+        row[0] += 1
+        row[1] += e.time_range.end - e.time_range.start
+        row[2] += 0.0 if end is None else e.time_range.start - end
+        end = e.time_range.end
+    for name, (n, busy, gap) in sorted(spent.items(), key=lambda x: -x[1][1]):
+        print(f"   {n:5.0f} x {busy / n:8.2f} us = {busy / 1000:7.3f} ms, gaps before {gap / n:6.2f} us = {gap / 1000:.3f} ms  {name}")
+
+
+main()
