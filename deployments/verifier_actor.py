@@ -34,8 +34,8 @@ class VerifierStatus:
 class VerifierActor:
     """Certifies in the background: creating it never blocks, and a failure can be read instead of looping."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings = Settings.load(settings)
+    def __init__(self, settings: dict[str, Any], lease_s: float = LEASE_S) -> None:
+        self._settings, self._lease_s = Settings.load(settings), lease_s
         self._verifier: Verifier | None = None
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
@@ -58,9 +58,9 @@ class VerifierActor:
         self._doing = f"certifying {operator}"
 
     async def _expire(self) -> None:
-        while time.monotonic() - self._renewed < LEASE_S:
-            await asyncio.sleep(LEASE_S / 10)
-        log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", LEASE_S)
+        while time.monotonic() - self._renewed < self._lease_s:
+            await asyncio.sleep(self._lease_s / 10)
+        log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
         import ray
 
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import openai
 import pytest
@@ -48,6 +48,8 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture
-async def aclient(service: Service) -> openai.AsyncOpenAI:
+async def aclient(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     """The asynchronous one."""
-    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
+    made = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
+    async with made:
+        yield made

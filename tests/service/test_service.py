@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from deployments.launch import APP_NAME, Service
+from deployments.verifier_actor import VerifierActor
 from deployments.verifier_pool import NAMESPACE, actor_names
 from llm42.config import Settings
 from llm42.protocol import SamplingParams
@@ -221,17 +222,18 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
     assert again.tokens == expected.tokens[:8]
 
 
-def test_metrics_leave_through_ray(service: Service) -> None:
+def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, settings: Settings) -> None:
     """R61: the series are on the node's metrics endpoint, labelled by replica, with what has happened."""
+    body: Any = {"deterministic": True, "ignore_eos": True}
+    client.completions.create(model=settings.model.name, prompt="Once", max_tokens=200, extra_body=body)
     port = ray.nodes()[0]["MetricsExportPort"]
     wanted = ("llm42_verified_tokens_total", "llm42_rollbacks_total", "llm42_first_token_seconds_bucket")
     deadline = time.monotonic() + 25
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             lines = reply.read().decode().splitlines()
-        found = {
-            w: [x for x in lines if x.startswith(f"ray_{w}") and 'deployment="FastPath"' in x] for w in wanted
-        }
+        ours = [line for line in lines if 'deployment="FastPath"' in line]
+        found = {w: [line for line in ours if line.startswith(f"ray_{w}")] for w in wanted}
         if all(found.values()):
             break
         assert time.monotonic() < deadline, f"missing: {[w for w, x in found.items() if not x]}"
@@ -239,6 +241,55 @@ def test_metrics_leave_through_ray(service: Service) -> None:
     for series in found.values():
         assert sum(float(x.rsplit(" ", 1)[1]) for x in series) > 0
         assert all('replica="' in x for x in series)
+
+
+def test_a_verifier_nobody_asks_ends_itself(service: Service, settings: Settings) -> None:
+    """Two actors with a lease of two seconds: the one that is asked for its state lives on."""
+    tree = settings.model_dump(mode="json")
+    tree["model"]["path"] = "/nonexistent"  # certification is not what this is about
+    asked, forgotten = (ray.remote(VerifierActor).remote(tree, 2.0) for _ in range(2))
+    ray.get(forgotten.status.remote())
+    for _ in range(16):
+        status = ray.get(asked.status.remote())
+        time.sleep(0.25)
+    assert status.state == "failed"
+    assert "/nonexistent" in status.detail
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(forgotten.status.remote())
+    ray.kill(asked)
+
+
+async def test_beyond_the_bound_requests_are_refused(service: Service, settings: Settings) -> None:
+    """429 with Retry-After once both replicas hold max_queued requests; what was admitted is served."""
+    body = {
+        "model": settings.model.name,
+        "prompt": "Once",
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    release = asyncio.Event()
+
+    async def one(http: httpx.AsyncClient) -> tuple[int, str | None]:
+        async with http.stream("POST", f"{service.url}/v1/completions", json=body) as reply:
+            if reply.status_code == 200:
+                await release.wait()
+            return reply.status_code, reply.headers.get("retry-after")
+
+    total = 2 * settings.server.max_queued + 20
+    async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:
+        tasks = [asyncio.create_task(one(http)) for _ in range(total)]
+        done: set[asyncio.Task[tuple[int, str | None]]] = set()
+        while len(done) < 5:
+            done, _ = await asyncio.wait(tasks, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            assert done, "nothing was refused"
+            await asyncio.sleep(0.2)
+        release.set()
+        answers = await asyncio.gather(*tasks)
+    refused = [retry for status, retry in answers if status == 429]
+    assert {status for status, _ in answers} == {200, 429}
+    assert all(retry and int(retry) > 0 for retry in refused)
+    assert len(refused) <= 20, "more was refused than is beyond the bound"
 
 
 class AcceptsEverything:
@@ -305,6 +356,7 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     assert len(distinct) > 1, (
         "a broken verifier must make the copies differ, else the test above proves nothing"
     )
+    await client.close()
     await asyncio.to_thread(serve.delete, "rogue")
     ray.kill(handle)
     assert APP_NAME in serve.status().applications

@@ -1,0 +1,105 @@
+"""The pool's choices, without Ray processes: who is ready, who is chosen, what a failing call becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from deployments.verifier_actor import VerifierStatus
+from deployments.verifier_pool import AFFINITY_TOKENS, VerifierPool, actor_names
+from llm42.config import Settings
+from llm42.metrics import NullMetrics
+from llm42.protocol import SamplingParams, VerifierUnavailable, Window
+
+
+def pool_of(*states: tuple[str, str | None]) -> VerifierPool:
+    """A pool whose members have these states and fingerprints."""
+    pool = VerifierPool(Settings.load({"server": {"verifiers": len(states)}}), NullMetrics())
+    for member, (state, fingerprint) in zip(pool.members, states, strict=True):
+        member.status = VerifierStatus(state, fingerprint, "because" if state == "failed" else "")  # type: ignore[arg-type]
+    return pool
+
+
+def window(*tokens: int) -> Window:
+    return Window("r", tokens, len(tokens), (), SamplingParams())
+
+
+def test_names_follow_the_settings_that_matter() -> None:
+    base = Settings()
+    assert actor_names(base) == actor_names(Settings.load({"engine": {"max_batch": 3}}))
+    assert actor_names(base) != actor_names(Settings.load({"verifier": {"threads": 2}}))
+    assert len(set(actor_names(Settings.load({"server": {"verifiers": 3}})))) == 3
+
+
+def test_only_one_fingerprint_is_used() -> None:
+    pool = pool_of(("ready", "a"), ("ready", "b"), ("ready", "a"), ("starting", None))
+    assert pool.fingerprint == "a"
+    assert [m.name for m in pool.ready] == [pool.members[0].name, pool.members[2].name]
+
+
+@pytest.mark.parametrize("states", [(), (("starting", None),), (("failed", None),)])
+def test_without_a_ready_member_requests_are_refused_with_the_reason(states: Any) -> None:
+    pool = pool_of(*states)
+    with pytest.raises(VerifierUnavailable) as refused:
+        pool.require_ready()
+    reason = {0: "switched off", 1: "because" if ("failed", None) in states else "starting"}[len(states)]
+    assert reason in str(refused.value)
+    pool_of(("ready", "a")).require_ready()
+
+
+def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:
+    pool = pool_of(*[("ready", "a")] * 4)
+    prefix = tuple(range(AFFINITY_TOKENS))
+    chosen = {pool._choose(window(*prefix, extra)).name for extra in range(50)}  # type: ignore[union-attr]
+    assert len(chosen) == 1
+    spread = {pool._choose(window(first)).name for first in range(50)}  # type: ignore[union-attr]
+    assert spread == {m.name for m in pool.members}
+    busy = next(m for m in pool.members if m.name in chosen)
+    busy.in_flight = 5
+    other = pool._choose(window(*prefix))
+    assert other is not None
+    assert other is not busy
+
+
+class Handle:
+    """Stands for an actor handle whose calls fail, or never return."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.verify = self
+        self.error = error
+
+    async def remote(self, windows: list[Window]) -> list[Any]:
+        if self.error:
+            raise self.error
+        return list(windows)
+
+
+async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from() -> None:
+    pool = pool_of(("ready", "a"), ("ready", "a"))
+    for member in pool.members:
+        member.handle = Handle(None)
+    preferred = pool._choose(window(1))
+    assert preferred is not None
+    preferred.handle = Handle(RayActorError())
+    with pytest.raises(VerifierUnavailable):
+        await pool.verify([window(1)])
+    assert await pool.verify([window(1)]) == [window(1)], "the retry goes to the other one"
+    assert all(m.in_flight == 0 for m in pool.members)
+
+
+async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that_has_failed() -> None:
+    pool = pool_of(("starting", None))
+    pool.members[0].handle = Handle(None)
+    waiting = asyncio.create_task(pool.verify([window(1)]))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    pool.members[0].status = VerifierStatus("ready", "a")
+    assert await asyncio.wait_for(waiting, 2) == [window(1)]
+    began = time.monotonic()
+    with pytest.raises(VerifierUnavailable, match="because"):
+        await pool_of(("failed", None)).verify([window(1)])
+    assert time.monotonic() - began < 1
