@@ -27,17 +27,9 @@ CASES = {  # name: (sequences, rows each, context before the rows)
     "16x32@16k": (16, 32, 16384),
 }
 VARIANTS = [  # (height, tile, segment, block size)
-    ("L", Tile(64, 4, 3, 2, "tma"), 1024, 128),
+    ("L", Tile(128, 4, 3, 1, "hopper"), 512, 128),
     ("L", Tile(64, 4, 3, 2, "tma"), 512, 128),
-    ("L", Tile(64, 4, 3, 2, "tma"), 1 << 20, 128),
-    ("L", Tile(128, 4, 4, 1, "hopper"), 1024, 128),
-    ("L", Tile(128, 4, 4, 1, "hopper"), 512, 128),
-    ("L", Tile(128, 4, 4, 1, "hopper"), 1 << 20, 128),
-    ("L", Tile(128, 4, 3, 1, "hopper"), 1024, 64),
-    ("S", Tile(64, 4, 3, 2, "tma"), 1024, 128),
     ("S", Tile(64, 4, 3, 2, "tma"), 512, 128),
-    ("S", Tile(64, 4, 3, 2, "pointer"), 1024, 16),
-    ("S", Tile(16, 1, 4, 4, "pointer"), 1024, 128),
 ]
 SMALL = Tile(64, 4, 3, 2, "tma")
 
@@ -134,7 +126,7 @@ def main() -> None:
         return
     results: dict[str, object] = {}
     for name in options.cases.split(",") if options.cases else CASES:
-        works = {page: Work(name, page) for page in (16, 64, 128)}
+        works = {page: Work(name, page) for page in (128,)}
         base: dict[int, Tensor] = {}
         try:
             results[f"{name} flash"] = flash_micros(works[128])
@@ -149,7 +141,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001  (one variant must not end the sweep)
                 print(name, variant, repr(error)[:200], flush=True)
                 continue
-            base.setdefault(variant[2], out)
+            base.setdefault(variant[2], out.clone())
             equal = torch.equal(out.view(torch.int16), base[variant[2]].view(torch.int16))
             work, rows = works[variant[3]], CASES[name][1]
             page = variant[3]
@@ -171,7 +163,7 @@ def _heights(work: Work) -> None:
     """The same rows through tiles of several heights and loads: which rows differ from the tallest?"""
     want = paged_reference(work.q, *work.kv[0], work.start, work.count, work.tables, 128).double()
     outs = {}
-    for height, load in ((128, "hopper"), (128, "tma"), (64, "tma"), (32, "tma"), (32, "pointer"), (16, "tma"), (16, "pointer")):
+    for height, load in ((128, "hopper"), (64, "tma"), (64, "pointer"), (16, "pointer")):
         tile = Tile(height, 4 if load == "hopper" else max(1, height // 16), 3, 1, load)  # type: ignore[arg-type]
         shape = AttentionShape(HEADS, KV_HEADS, DIM, 128, large=Tile(128, 8, 3, 1, "tma"), small=tile)
         if height == 128:
@@ -195,7 +187,7 @@ def _partials(work: Work, load: str, height: int) -> bool:
     for name, tall in (("hopper", 128), (load, height)):
         tile = Tile(tall, 4 if tall == 64 or name == "hopper" else 8, 3, 1, name)  # type: ignore[arg-type]
         engine = TritonAttention(AttentionShape(HEADS, KV_HEADS, DIM, 128, large=tile, small=SMALL), torch.device("cuda"))
-        engine.planner.programs = 30  # split, but with tall tiles
+        engine.planner.programs = 60  # split, but with tall tiles
         engine._acc.zero_()
         engine.run(work.q, *work.kv[0], work.start, work.count, work.tables)
         acc = engine._acc.view(-1, KV_HEADS, tall, DIM)

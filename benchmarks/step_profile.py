@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import sys
+import time
 from collections import defaultdict
 
 import torch
@@ -13,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.random_model import LLAMA_8B, random_model
 from benchmarks.verifier_steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
 from kernels.cuda import cuda_operators
-from kernels.gpu import launch
 from llm42.cache import KVCache
 from llm42.verifier.cuda_runner import CudaRunner
 
@@ -21,8 +19,7 @@ BLOCK = 128
 
 
 def main() -> None:
-    """Arguments: `early` or `late` (programmatic dependent launch on or off), then names of mixes to profile."""
-    launch.early_launch(sys.argv[1] == "early")
+    """Arguments: names of mixes to profile."""
     model = random_model(LLAMA_8B)
     c = model.config
     kv = KVCache(c.num_layers, 200_000 // BLOCK, BLOCK, c.num_kv_heads, c.head_dim, model.dtype, "cuda")
@@ -34,28 +31,50 @@ def main() -> None:
         wall = pipelined_ms(runner, mix.total, sequences)
         both = step / (products + kv_ms(mix, model))
         print(
-            f"{sys.argv[1]} {mix.name:20} step {step:.3f} products {products:.3f} ratio {step / products:.3f} "
+            f"{mix.name:20} step {step:.3f} products {products:.3f} ratio {step / products:.3f} "
             f"with kv {both:.3f} begin {begin:.3f} finish {finish:.3f} wall {wall:.3f}",
             flush=True,
         )
-        if mix.name in sys.argv[2:]:
+        if mix.name in sys.argv[1:]:
             _profile(runner, mix.total, sequences)
-    prof = cProfile.Profile()
-    sequences = sequences_of(MIXES[4], BLOCK, c.vocab_size)
-    prof.enable()
-    for _ in range(100):
-        runner.finish(runner.begin(64, sequences))
-    prof.disable()
-    pstats.Stats(prof).sort_stats("tottime").print_stats(16)
+    _host(runner, sequences_of(MIXES[4], BLOCK, c.vocab_size))
+
+
+def _host(runner: CudaRunner, sequences: list) -> None:  # type: ignore[type-arg]
+    """Host microseconds of the parts of `begin`."""
+    runner.finish(runner.begin(64, sequences))
+    small, large = (torch.zeros(n, dtype=torch.int32, pin_memory=True) for n in (2000, 50000))
+    event, target = torch.cuda.Event(), torch.zeros(50000, dtype=torch.int32, device="cuda")
+    body, head = runner._bodies[64, "Sc"], runner._heads[64, 64]
+    index, host = runner._host.take(64)
+    parts = {
+        "pack": lambda: runner._packers[64].pack(host, 64, sequences),
+        "copy 8 KB": lambda: target[:2000].copy_(small, non_blocking=True),
+        "copy 200 KB": lambda: target.copy_(large, non_blocking=True),
+        "copy back": lambda: small.copy_(target[:2000], non_blocking=True),
+        "pinned": lambda: torch.empty(192, dtype=torch.int32, pin_memory=True),
+        "event": lambda: torch.cuda.Event().record(runner.stream),
+        "body": body.replay,
+        "head": head.replay,
+    }
+    for name, call in parts.items():
+        times = []
+        for _ in range(30):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(runner.stream), torch.inference_mode():
+                t = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - t) * 1e6)
+        print("host", name, round(sorted(times)[15], 1), "us", flush=True)
 
 
 def _profile(runner: CudaRunner, bucket: int, sequences: list) -> None:  # type: ignore[type-arg]
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        for _ in range(3):
+        for _ in range(12):
             runner.finish(runner.begin(bucket, sequences))
         torch.cuda.synchronize()
     events = sorted((e for e in prof.events() if e.device_time > 0), key=lambda e: e.time_range.start)
-    events = events[-(len(events) // 3) :]
+    events = events[-(len(events) // 12) :]
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     end = None
     for e in events:

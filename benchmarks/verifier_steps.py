@@ -11,7 +11,7 @@ import torch
 from benchmarks.timing import captured
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
-from llm42.verifier.cuda_runner import CudaRunner
+from llm42.verifier.cuda_runner import CudaRunner, Pending
 from llm42.verifier.plan import SequenceRows
 
 COPY_BYTES_PER_S = 4.3e12
@@ -99,24 +99,33 @@ def step_and_products_ms(
     """Milliseconds per step (queued ahead, as in service) and per set of its products, measured in turn so that both
     see the same clocks. Medians over rounds of `each` back-to-back runs."""
     graph = products_graph(runner.model, mix.total, mix.head_rows)
-    steps, products = [], []
-    for turn in range(rounds + 1):
+    pending: list[Pending] = []
+
+    def run_steps() -> None:
+        pending.extend(runner.begin(mix.total, sequences) for _ in range(each))
+
+    def run_products() -> None:
+        for _ in range(each):
+            graph.replay()
+
+    times: dict[str, list[float]] = {"steps": [], "products": []}
+    for turn in range(rounds + 2):
+        order = [("steps", run_steps), ("products", run_products)]
         torch.cuda.synchronize()
         with torch.cuda.stream(runner.stream):
-            begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            torch.cuda._sleep(3_000_000)  # the host gets ahead of the device
-            begin.record()
-            pending = [runner.begin(mix.total, sequences) for _ in range(each)]
-            middle.record()
-            for _ in range(each):
-                graph.replay()
-            end.record()
-        end.synchronize()
-        for p in pending:
-            runner.finish(p)
-        if turn:
-            steps.append(begin.elapsed_time(middle) / each)
-            products.append(middle.elapsed_time(end) / each)
+            torch.cuda._sleep(6_000_000)  # the host gets ahead of the device
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            marks[0].record()
+            for (_, work), mark in zip(order[:: 1 if turn % 2 else -1], marks[1:], strict=True):
+                work()
+                mark.record()
+        marks[2].synchronize()
+        while pending:
+            runner.finish(pending.pop())
+        for i, (name, _) in enumerate(order[:: 1 if turn % 2 else -1]):
+            if turn > 1:
+                times[name].append(marks[i].elapsed_time(marks[i + 1]) / each)
+    steps, products = times["steps"], times["products"]
     return statistics.median(steps), statistics.median(products)
 
 
@@ -136,11 +145,12 @@ def host_ms(runner: CudaRunner, mix: Mix, sequences: list[SequenceRows], repeats
     return statistics.median(begin_ms), statistics.median(finish_ms)
 
 
-def pipelined_ms(runner: CudaRunner, bucket: int, sequences: list[SequenceRows], steps: int = 20) -> float:
-    """Wall time per step when the next step is packed while one runs."""
-    pending = runner.begin(bucket, sequences)
+def pipelined_ms(runner: CudaRunner, bucket: int, sequences: list[SequenceRows], steps: int = 30) -> float:
+    """Wall time per step when the next step is packed while one runs, as a scheduler with two steps in flight does."""
+    runner.finish(runner.begin(bucket, sequences))
     t0 = time.perf_counter()
-    for _ in range(steps):
+    pending = runner.begin(bucket, sequences)
+    for _ in range(steps - 1):
         following = runner.begin(bucket, sequences)
         runner.finish(pending)
         pending = following

@@ -81,12 +81,12 @@ class TritonAttention:
     ) -> None:
         """Runs the items of one tile height. q, out [T, Hq, D]; tables, items, count int32 on the device."""
         from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import options
+        from kernels.gpu.launch import STRICT
 
         shape, grid = self.shape, (self.sms * tile.per_sm,)
         fixed = dict(
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_N=shape.block_n,
-            SEGMENT=shape.segment, PAGE=shape.block_size, num_warps=tile.warps, **options(),
+            SEGMENT=shape.segment, PAGE=shape.block_size, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
         work = (tables, items, count, self._acc, self._ml, shape.scale)
         if tile.load == "hopper":
@@ -105,26 +105,34 @@ class TritonAttention:
     def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor) -> None:
         """Merges the segments of the tiles that `attend` computed in pieces."""
         from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import options
+        from kernels.gpu.launch import STRICT
 
         shape = self.shape
         gpu.combine_kernel[(self.sms * 2,)](
             out, items, count, self._acc, self._ml,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_D=shape.block_d,
-            BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **options(),
+            BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **STRICT,
         )  # fmt: skip
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, start: list[int], count: list[int], tables: list[list[int]]
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        start: list[int],
+        count: list[int],
+        tables: list[list[int]],
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """A whole attention call for rows laid one sequence after the other: plan, copy, launch (tests, certification).
 
-        Sequence s has count[s] rows at positions start[s].. and the block table tables[s]. Returns [T, Hq, D].
+        Sequence s has count[s] rows at positions start[s].. and the block table tables[s]. Returns [T, Hq, D] in
+        out_dtype (q's if None).
         """
         counts, offset = np.array(count), np.cumsum([0, *map(len, tables)])[:-1]
         plan = self.planner.plan(np.cumsum(counts) - counts, counts, np.array(start), offset)
         flat = torch.tensor([b for table in tables for b in table], dtype=torch.int32, device=q.device)
-        out, sources = torch.zeros_like(q), self.sources(k_cache, v_cache)
+        out, sources = torch.zeros_like(q, dtype=out_dtype), self.sources(k_cache, v_cache)
         for tile, items, combine in (
             (self.shape.large, plan.large, plan.combine_large),
             (self.shape.small, plan.small, plan.combine_small),

@@ -27,13 +27,13 @@ def kv_write_torch(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache
 def kv_write_triton(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """The same as one kernel."""
     from kernels.gpu.elementwise import kv_write_kernel
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, heads, dim = k.shape
     assert k.stride(1) == v.stride(1) == dim and k.stride(2) == v.stride(2) == 1
     kv_write_kernel[(rows, heads)](
         k, v, slots, k_cache, v_cache, k.stride(0), v.stride(0),
-        HEADS=heads, DIM=dim, BLOCK=1 << (dim - 1).bit_length(), num_warps=1, **options(),
+        HEADS=heads, DIM=dim, BLOCK=1 << (dim - 1).bit_length(), num_warps=1, **STRICT,
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def launch_qkv(
 ) -> None:  # fmt: skip
     """qkv [T, (Hq + 2 Hk) D] -> rotated q_out [T, Hq, D] and the caches [slots, Hk, D]; q_norm, k_norm [D] or None."""
     from kernels.gpu.elementwise import qkv_kernel
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, q_heads, dim = q_out.shape
     kv_heads = k_cache.shape[-2]
@@ -52,7 +52,7 @@ def launch_qkv(
         qkv, q_out, k_cache, v_cache, positions, slots, cos_sin,
         q_norm if norm else qkv, k_norm if norm else qkv, eps, 1.0 / dim,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, HALF=1 << (dim // 2 - 1).bit_length(),
-        HEADS_BLOCK=heads_block, NORM=norm, num_warps=4, **options(),
+        HEADS_BLOCK=heads_block, NORM=norm, num_warps=4, **STRICT,
     )  # fmt: skip
 
 

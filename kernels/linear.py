@@ -126,6 +126,7 @@ def lm_head_triton_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _product_triton(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    from kernels.gpu.launch import STRICT
     from kernels.gpu.matmul import matmul_kernel
 
     rows, cols = out.shape
@@ -135,7 +136,7 @@ def _product_triton(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor)
         x, weight, out if bias is None else bias, out, rows, cols, x.shape[1],
         x.stride(0), weight.stride(0), out.stride(0),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=8, HAS_BIAS=bias is not None,
-        num_warps=8 if block_m == 128 else 4, num_stages=3, enable_fp_fusion=False,
+        num_warps=8 if block_m == 128 else 4, num_stages=3, **STRICT,
     )  # fmt: skip
     return out
 

@@ -61,7 +61,7 @@ def launch_rms_norm(
     """Into given buffers [T, H]; `summed` may be `residual` itself and is not written when residual is
     None."""
     from kernels.gpu.elementwise import rms_norm_kernel
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
@@ -69,7 +69,7 @@ def launch_rms_norm(
     rms_norm_kernel[(rows,)](
         x, residual if has else x, weight, normed, summed, x.stride(0), eps, 1.0 / width,
         WIDTH=width, BLOCK=block, HAS_RESIDUAL=has, KEEP_SUM=has,
-        num_warps=min(8, max(1, block // 512)), **options(),
+        num_warps=min(8, max(1, block // 512)), **STRICT,
     )  # fmt: skip
 
 

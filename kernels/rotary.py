@@ -47,7 +47,7 @@ CPU_PROVIDERS = {"torch": rotary_torch, "row": rotary_row}
 
 def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     from kernels.gpu.elementwise import rotary_kernel
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, heads, dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != dim:
@@ -55,7 +55,7 @@ def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
     half = 1 << (dim // 2 - 1).bit_length()
     rotary_kernel[(rows, heads)](
-        x, out, positions, cos_sin, x.stride(0), HEADS=heads, DIM=dim, HALF=half, num_warps=1, **options()
+        x, out, positions, cos_sin, x.stride(0), HEADS=heads, DIM=dim, HALF=half, num_warps=1, **STRICT
     )
     return out
 

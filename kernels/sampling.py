@@ -35,7 +35,7 @@ class RowStats:
 def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
     """logits [R, V] float32 (rows contiguous); `stats` may name the tensors to fill."""
     from kernels.gpu import sampling as gpu
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, vocab = logits.shape
     chunks, device = -(-vocab // CHUNK), logits.device
@@ -50,11 +50,11 @@ def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
     )
     stride = logits.stride(0)
     gpu.stats_kernel[(rows, chunks)](
-        logits, part_max, part_id, part_sum, part_nan, vocab, stride, CHUNK=CHUNK, num_warps=8, **options()
+        logits, part_max, part_id, part_sum, part_nan, vocab, stride, CHUNK=CHUNK, num_warps=8, **STRICT
     )
     gpu.stats_combine_kernel[(rows,)](
         logits, part_max, part_id, part_sum, part_nan, stats.token, stats.log_sum, stats.logprob, stats.bad,
-        stride, chunks, BLOCK=_block(chunks), num_warps=1, **options(),
+        stride, chunks, BLOCK=_block(chunks), num_warps=1, **STRICT,
     )  # fmt: skip
     return stats
 
@@ -62,7 +62,7 @@ def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
 def gumbel_argmax(values: Tensor, keys: Tensor) -> Tensor:
     """values [R, V] float32, keys [R, 6] int32 (noise_keys) -> [R] int32: argmax of value + noise, lowest id on ties."""
     from kernels.gpu import sampling as gpu
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, vocab = values.shape
     chunks = -(-vocab // CHUNK)
@@ -70,9 +70,9 @@ def gumbel_argmax(values: Tensor, keys: Tensor) -> Tensor:
     part_id = torch.empty(rows, chunks, dtype=torch.int32, device=values.device)
     token = torch.empty(rows, dtype=torch.int32, device=values.device)
     gpu.gumbel_kernel[(rows, chunks)](
-        values, keys, part_max, part_id, vocab, values.stride(0), CHUNK=CHUNK, num_warps=8, **options()
+        values, keys, part_max, part_id, vocab, values.stride(0), CHUNK=CHUNK, num_warps=8, **STRICT
     )
-    gpu.argmax_combine_kernel[(rows,)](part_max, part_id, token, chunks, BLOCK=_block(chunks), num_warps=1, **options())
+    gpu.argmax_combine_kernel[(rows,)](part_max, part_id, token, chunks, BLOCK=_block(chunks), num_warps=1, **STRICT)
     return token
 
 

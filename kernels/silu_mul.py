@@ -35,11 +35,11 @@ def silu_mul_triton(x: Tensor) -> Tensor:
 def launch_silu_mul(x: Tensor, out: Tensor) -> None:
     """Into a given buffer: x [T, 2 I] contiguous -> out [T, I]."""
     from kernels.gpu.elementwise import silu_mul_kernel
-    from kernels.gpu.launch import options
+    from kernels.gpu.launch import STRICT
 
     rows, width = out.shape
     block = min(2048, 1 << (width - 1).bit_length())
-    silu_mul_kernel[(rows, -(-width // block))](x, out, WIDTH=width, BLOCK=block, num_warps=8, **options())
+    silu_mul_kernel[(rows, -(-width // block))](x, out, WIDTH=width, BLOCK=block, num_warps=8, **STRICT)
 
 
 CUDA_PROVIDERS = {"triton": silu_mul_triton, "torch": silu_mul_torch}

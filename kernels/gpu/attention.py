@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.started import started
-
 FLOOR = tl.constexpr(-1.0e38)  # "nothing seen yet": finite, so that FLOOR - FLOOR is 0 and not NaN
 ITEM = tl.constexpr(8)  # int32 fields of a work item
 
@@ -94,11 +92,9 @@ def attention_kernel(
     q, out, k_src, v_src, tables, items, item_count, part_acc, part_ml, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr, PAGE: tl.constexpr,
-    TMA: tl.constexpr,
-    PDL: tl.constexpr,
+    TMA: tl.constexpr
 ):  # fmt: skip
     """Persistent over items x KV heads. q, out [T, HEADS, DIM]; caches [slots, KV_HEADS, DIM] (or descriptors)."""
-    started(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     total = tl.load(item_count) * KV_HEADS
     offs_m = tl.arange(0, BLOCK_M)
@@ -147,11 +143,9 @@ def attention_kernel(
 def combine_kernel(
     out, items, item_count, part_acc, part_ml,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Persistent over (tiles that were split) x KV heads x row groups: merges the segments in ascending order."""
-    started(PDL)
     group: tl.constexpr = HEADS // KV_HEADS
     pieces: tl.constexpr = BLOCK_M // ROWS
     total = tl.load(item_count) * KV_HEADS * pieces

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FLOOR = gl.constexpr(-1.0e38)
 ITEM = gl.constexpr(8)
@@ -44,6 +43,15 @@ def _span(item, SEGMENT: gl.constexpr):
 
 
 @gluon.jit
+def _load(desc, row, column, step, ready, empty, bufs, STAGES: gl.constexpr):
+    """One tile into the ring, once both warpgroups have left its buffer."""
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [row, column], ready.index(stage), bufs.index(stage))
+
+
+@gluon.jit
 def _produce(
     k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
     KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
@@ -51,77 +59,111 @@ def _produce(
 ):  # fmt: skip
     """Loads the key and value tiles of every item in order, into a ring of STAGES buffers."""
     k_ready, v_ready, k_empty, v_empty = bars
-    step = 0
+    k_step = 0
+    v_step = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         item = items + (work // KV_HEADS) * ITEM
         column = (work % KV_HEADS) * DIM
         table = tables + gl.load(item + 3)
         low, high = _span(item, SEGMENT)
+        row = 0
         for n0 in range(low, high, BLOCK_N):
             row = gl.load(table + n0 // PAGE) * PAGE + n0 % PAGE
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [row, column], k_ready.index(stage), k_bufs.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [row, column], v_ready.index(stage), v_bufs.index(stage))
-            step += 1
+            _load(k_desc, row, column, k_step, k_ready, k_empty, k_bufs, STAGES)
+            k_step += 1
+            _load(v_desc, row, column, v_step, v_ready, v_empty, v_bufs, STAGES)
+            v_step += 1
+        # the warpgroups start a tile's scores before the last one's softmax; past the end they need something to read
+        _load(k_desc, row, column, k_step, k_ready, k_empty, k_bufs, STAGES)
+        k_step += 1
 
 
 @gluon.jit
-def _tile(
-    queries, m, l, acc, n0, limit, pos, scale, step, k_bufs, v_bufs, v_own, bars,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
-    """One key tile of one warpgroup: kernels/gpu/attention.py `_tile` and `_update`."""
-    k_ready, v_ready, k_empty, v_empty = bars
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_layout: gl.constexpr = acc.type.layout
-    stage = step % STAGES
-    phase = (step // STAGES) & 1
-    mbarrier.wait(k_ready.index(stage), phase)
-    empty = gl.zeros([HALF_M, BLOCK_N], gl.float32, scores_layout)
-    scores = warpgroup_mma(queries, k_bufs.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    gl.thread_barrier()
-    mbarrier.arrive(k_empty.index(stage))
-    if MASKED:
-        offs_n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
-        keep = offs_n[None, :] <= gl.convert_layout(pos, gl.SliceLayout(1, scores_layout))[:, None]
-        scores = gl.where(keep, scores, float("-inf"))
+def _scores(queries, k_step, k_ready, k_bufs, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the raw scores of the next key tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    stage = k_step % STAGES
+    mbarrier.wait(k_ready.index(stage), (k_step // STAGES) & 1)
+    empty = gl.zeros([HALF_M, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(queries, k_bufs.index(stage).permute((1, 0)), empty, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, m, l, n0, pos, scale, acc_layout: gl.constexpr, MASKED: gl.constexpr):
+    """The online-softmax step of kernels/gpu/attention.py `_update`: (weights, factor for the sums so far, m, l)."""
+    layout: gl.constexpr = scores.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
+    if MASKED:
+        offs_n = n0 + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
+        keep = offs_n[None, :] <= gl.convert_layout(pos, gl.SliceLayout(1, layout))[:, None]
+        scores = gl.where(keep, scores, float("-inf"))
     top = gl.convert_layout(gl.max(scores, axis=1), row_layout)
     m_new = gl.maximum(m, top * scale)
     alpha = gl.exp2(m - m_new)
-    shift = gl.convert_layout(-m_new, gl.SliceLayout(1, scores_layout))
-    p = gl.exp2(gl.fma(scores, gl.full([HALF_M, BLOCK_N], scale, gl.float32, scores_layout), shift[:, None].broadcast_to([HALF_M, BLOCK_N])))
+    shift = gl.convert_layout(-m_new, gl.SliceLayout(1, layout))[:, None]
+    factor = gl.full(scores.shape, scale, gl.float32, layout)
+    p = gl.exp2(gl.fma(scores, factor, shift.broadcast_to(scores.shape)))
     l = gl.fma(l, alpha, gl.convert_layout(gl.sum(p, axis=1), row_layout))
-    weights = gl.convert_layout(p.to(queries.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    acc = acc * alpha[:, None]
-    mbarrier.wait(v_ready.index(stage), phase)
-    if MASKED:
-        # slots past the last row of the sequence may hold anything: 0 * NaN
-        wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-        v = v_bufs.index(stage).load(wide)
-        offs_n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
-        gl.thread_barrier()
-        v_own.store(gl.where((offs_n < limit)[:, None], v, 0.0))
-        fence_async_shared()
-        gl.thread_barrier()
-        acc = warpgroup_mma(weights, v_own, acc, is_async=True)
-    else:
-        acc = warpgroup_mma(weights, v_bufs.index(stage), acc, is_async=True)
+    return p, alpha, m_new, l
+
+
+@gluon.jit
+def _step(
+    queries, weights, m, l, acc, n0, pos, scale, k_step, v_step, k_bufs, v_bufs, bars,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Adds the values of one tile, given its weights, and computes the weights of the next tile, which starts at n0.
+
+    The values' product runs on the matrix unit while the next softmax is computed.
+    """
+    k_ready, v_ready, k_empty, v_empty = bars
+    acc_layout: gl.constexpr = acc.type.layout
+    stage = v_step % STAGES
+    mbarrier.wait(v_ready.index(stage), (v_step // STAGES) & 1)
+    scores = _scores(queries, k_step, k_ready, k_bufs, BLOCK_N, STAGES)
+    acc = warpgroup_mma(weights, v_bufs.index(stage), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(k_step % STAGES))
+    p, alpha, m, l = _softmax(scores, m, l, n0, pos, scale, acc_layout, MASKED)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(stage))
-    return m_new, l, acc
+    weights = gl.convert_layout(p.to(queries.dtype), gl.DotOperandLayout(0, acc_layout, 2))
+    return weights, m, l, acc * alpha[:, None]
+
+
+@gluon.jit
+def _last_step(
+    queries, weights, acc, n0, limit, k_step, v_step, k_bufs, v_bufs, v_own, bars,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Adds the values of a segment's last tile (it starts at n0) and computes the raw scores of the tile after it."""
+    k_ready, v_ready, k_empty, v_empty = bars
+    stage = v_step % STAGES
+    values = v_bufs.index(stage)
+    mbarrier.wait(v_ready.index(stage), (v_step // STAGES) & 1)
+    if n0 + BLOCK_N > limit:
+        # slots past the last row of the sequence may hold anything: 0 * NaN
+        wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+        offs_n = n0 + gl.arange(0, BLOCK_N, gl.SliceLayout(1, wide))
+        v_own.store(gl.where((offs_n < limit)[:, None], values.load(wide), 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+        acc = warpgroup_mma(weights, v_own, acc)
+    else:
+        acc = warpgroup_mma(weights, values, acc)
+    scores = _scores(queries, k_step, k_ready, k_bufs, BLOCK_N, STAGES)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    gl.thread_barrier()
+    mbarrier.arrive(v_empty.index(stage))
+    mbarrier.arrive(k_empty.index(k_step % STAGES))
+    return scores, acc
 
 
 @gluon.jit
 def _consume(
-    q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_own, bars,
+    q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_own, kept, bars,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
     STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
@@ -130,7 +172,9 @@ def _consume(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    step = 0
+    k_ready, v_ready, k_empty, v_empty = bars
+    k_step = 0
+    v_step = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
         item = items + (work // KV_HEADS) * ITEM
         head = work % KV_HEADS
@@ -154,7 +198,11 @@ def _consume(
         pos = pos0 + gl.where(valid, token, 0)
         m_all = gl.full([HALF_M], FLOOR, gl.float32, row_layout)
         l_all = gl.zeros([HALF_M], gl.float32, row_layout)
-        acc_all = gl.zeros([HALF_M, DIM], gl.float32, acc_layout)
+        scores = _scores(queries, k_step, k_ready, k_bufs, BLOCK_N, STAGES)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        gl.thread_barrier()
+        mbarrier.arrive(k_empty.index(k_step % STAGES))
+        k_step += 1
         for segment in range(first_seg, last_seg):
             low = segment * SEGMENT
             high = gl.minimum(low + SEGMENT, limit)
@@ -162,37 +210,65 @@ def _consume(
             m = gl.full([HALF_M], FLOOR, gl.float32, row_layout)
             l = gl.zeros([HALF_M], gl.float32, row_layout)
             acc = gl.zeros([HALF_M, DIM], gl.float32, acc_layout)
-            for n0 in range(low, full, BLOCK_N):
-                m, l, acc = _tile(queries, m, l, acc, n0, limit, pos, scale, step, k_bufs, v_bufs, v_own, bars,
-                                  BLOCK_N, STAGES, False)  # fmt: skip
-                step += 1
-            for n0 in range(full, high, BLOCK_N):
-                m, l, acc = _tile(queries, m, l, acc, n0, limit, pos, scale, step, k_bufs, v_bufs, v_own, bars,
-                                  BLOCK_N, STAGES, True)  # fmt: skip
-                step += 1
+            p, _, m, l = _softmax(scores, m, l, low, pos, scale, acc_layout, True)
+            weights = gl.convert_layout(p.to(q.dtype.element_ty), gl.DotOperandLayout(0, acc_layout, 2))
+            for n0 in range(low + BLOCK_N, full, BLOCK_N):
+                weights, m, l, acc = _step(queries, weights, m, l, acc, n0, pos, scale, k_step, v_step,
+                                           k_bufs, v_bufs, bars, BLOCK_N, STAGES, False)  # fmt: skip
+                k_step += 1
+                v_step += 1
+            for n0 in range(gl.maximum(full, low + BLOCK_N), high, BLOCK_N):
+                weights, m, l, acc = _step(queries, weights, m, l, acc, n0, pos, scale, k_step, v_step,
+                                           k_bufs, v_bufs, bars, BLOCK_N, STAGES, True)  # fmt: skip
+                k_step += 1
+                v_step += 1
+            last = (high - 1) // BLOCK_N * BLOCK_N
+            scores, sums = _last_step(queries, weights, acc, last, limit, k_step, v_step,
+                                      k_bufs, v_bufs, v_own, bars, BLOCK_N, STAGES)  # fmt: skip
+            k_step += 1
+            v_step += 1
+            # kernels/gpu/attention.py `merge`; the sums so far wait in shared memory
+            if segment > first_seg:
+                before = kept.load(acc_layout)
+            else:
+                before = gl.zeros([HALF_M, DIM], gl.float32, acc_layout)
             m_new = gl.maximum(m_all, m)
             a = gl.exp2(m_all - m_new)
             b = gl.exp2(m - m_new)
             l_all = gl.fma(l_all, a, l * b)
-            acc_all = gl.fma(acc_all, a[:, None].broadcast_to([HALF_M, DIM]), acc * b[:, None])
+            sums = gl.fma(before, a[:, None].broadcast_to([HALF_M, DIM]), sums * b[:, None])
             m_all = m_new
-        columns = gl.arange(0, DIM, gl.SliceLayout(0, acc_layout))
-        if part < 0:
-            y = (acc_all * (1.0 / l_all)[:, None]).to(out.dtype.element_ty)
-            target = (row0 + token) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
-            gl.store(out + target[:, None] + columns[None, :], y, mask=valid[:, None])
-        else:
-            slot = (part * KV_HEADS + head) * (2 * HALF_M) + offs_m
-            gl.store(part_acc + slot[:, None] * DIM + columns[None, :], acc_all)
-            gl.store(part_ml + slot * 2, m_all)
-            gl.store(part_ml + slot * 2 + 1, l_all)
+            if segment + 1 < last_seg:
+                kept.store(sums)
+            else:
+                _finish(out, part_acc, part_ml, m_all, l_all, sums, row0, token, head, offs_m, valid, part,
+                        HEADS, KV_HEADS, DIM)  # fmt: skip
+
+
+@gluon.jit
+def _finish(
+    out, part_acc, part_ml, m, l, acc, row0, token, head, offs_m, valid, part,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Writes the rows' result, or the item's partial sums."""
+    group: gl.constexpr = HEADS // KV_HEADS
+    columns = gl.arange(0, DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
+    if part < 0:
+        y = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
+        target = (row0 + token) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
+        gl.store(out + target[:, None] + columns, y, mask=valid[:, None])
+    else:
+        slot = (part * KV_HEADS + head) * (2 * HALF_M) + offs_m
+        gl.store(part_acc + slot[:, None] * DIM + columns, acc)
+        gl.store(part_ml + slot * 2, m)
+        gl.store(part_ml + slot * 2 + 1, l)
 
 
 @gluon.jit
 def attention_hopper_kernel(
     q, out, k_desc, v_desc, tables, items, item_count, part_acc, part_ml, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
-    PAGE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Persistent over items x KV heads. Shapes as kernels/gpu/attention.py `attention_kernel`, tiles of 128 rows."""
     layout: gl.constexpr = k_desc.layout
@@ -200,6 +276,9 @@ def attention_hopper_kernel(
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)
     v_low = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, DIM], layout)
     v_high = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, DIM], layout)
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    kept_low = gl.allocate_shared_memory(gl.float32, [HALF_M, DIM], wide)
+    kept_high = gl.allocate_shared_memory(gl.float32, [HALF_M, DIM], wide)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -211,14 +290,11 @@ def attention_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
     bars = (k_ready, v_ready, k_empty, v_empty)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     total = gl.load(item_count) * KV_HEADS
     gl.warp_specialize([
-        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_low, bars,
+        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_low, kept_low, bars,
                     HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 0)),
-        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_high, bars,
+        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_high, kept_high, bars,
                     HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 1)),
         (_produce, (k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
                     KV_HEADS, DIM, BLOCK_N, SEGMENT, PAGE, STAGES)),

@@ -6,17 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.started import started
-
 
 @triton.jit
 def rms_norm_kernel(
     x, residual, weight, normed, new_residual, x_stride, eps, inv_width,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP_SUM: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP_SUM: tl.constexpr
 ):  # fmt: skip
     """One program per row; the order of the sum of squares is a function of BLOCK and the warp count alone."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -31,9 +27,8 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_mul_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows, ceil(WIDTH / BLOCK)). silu(g) = g / (1 + exp(-g))."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -45,10 +40,9 @@ def silu_mul_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def rotary_kernel(
-    x, out, positions, cos_sin, x_stride, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr
+    x, out, positions, cos_sin, x_stride, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
 ):
     """Grid (rows, HEADS): one head of one row."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, HALF)
@@ -66,10 +60,9 @@ def rotary_kernel(
 
 @triton.jit
 def kv_write_kernel(k, v, slots, k_cache, v_cache, k_stride, v_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
-                    BLOCK: tl.constexpr, PDL: tl.constexpr
+                    BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (rows, HEADS). A value row that is not finite is stored as zeros with its key as NaN (kernels/kv_write.py)."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -98,14 +91,12 @@ def _normed(a, b, weight, d, mask, eps, inv_dim, HALF_DIM: tl.constexpr, dtype: 
 def qkv_kernel(
     qkv, q_out, k_cache, v_cache, positions, slots, cos_sin, q_norm, k_norm, eps, inv_dim,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
     """Grid (rows, head blocks over Q_HEADS + KV_HEADS): q/k norm, rotary, and the KV write, each rounded as apart.
 
     A block holds HEADS_BLOCK heads of [queries, keys]; the block that rotates a key also copies its value.
     """
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
     d = tl.arange(0, HALF)
@@ -147,9 +138,8 @@ def qkv_kernel(
 
 
 @triton.jit
-def embed_kernel(tokens, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def embed_kernel(tokens, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (rows): copies embedding rows."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH

@@ -6,15 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.started import started
-
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def stats_kernel(logits, part_max, part_id, part_sum, part_nan, vocab, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def stats_kernel(logits, part_max, part_id, part_sum, part_nan, vocab, stride, CHUNK: tl.constexpr):
     """Grid (rows, chunks). Maximum, its lowest id, sum of exp(x - maximum) (float32 terms, float64 sum), NaN flag."""
-    started(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
@@ -34,10 +31,9 @@ def stats_kernel(logits, part_max, part_id, part_sum, part_nan, vocab, stride, C
 
 @triton.jit
 def stats_combine_kernel(
-    logits, part_max, part_id, part_sum, part_nan, token, log_sum, logprob, bad, stride, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
+    logits, part_max, part_id, part_sum, part_nan, token, log_sum, logprob, bad, stride, chunks, BLOCK: tl.constexpr
 ):
     """Grid (rows). `bad` is 1 where the row holds NaN or its maximum is not finite."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < chunks
@@ -76,10 +72,9 @@ def _philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def gumbel_kernel(values, keys, part_max, part_id, vocab, stride, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def gumbel_kernel(values, keys, part_max, part_id, vocab, stride, CHUNK: tl.constexpr):
     """Grid (rows, chunks). Argmax of value + noise in float64, lowest id on ties; keys [rows, 6] int32 words:
     seed low, seed high, position low, position high, noise on, unused (llm42/noise.py defines the noise)."""
-    started(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
@@ -104,9 +99,8 @@ def gumbel_kernel(values, keys, part_max, part_id, vocab, stride, CHUNK: tl.cons
 
 
 @triton.jit
-def argmax_combine_kernel(part_max, part_id, token, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def argmax_combine_kernel(part_max, part_id, token, chunks, BLOCK: tl.constexpr):
     """Grid (rows)."""
-    started(PDL)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < chunks

@@ -24,10 +24,9 @@ from kernels.operators import Operators
 from kernels.sampling import RowStats, row_stats
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
-from llm42.protocol import TokenLogprob
-from llm42.sampling import Sampled
+from llm42.sampling import Draw, Sampled
 from llm42.verifier.cuda_forward import CudaForward
-from llm42.verifier.cuda_sampler import SampledRow, alternatives, draw_rows, is_plain
+from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sampled
 from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
 
@@ -125,6 +124,20 @@ class CudaRunner:
             pending.done.record(self.stream)
         return pending
 
+    @torch.inference_mode()
+    def logits(self, bucket: int, sequences: list[SequenceRows]) -> Tensor:
+        """The logits of a step's logit rows, [R, V] float32 (certification, tests)."""
+        index, host = self._host.take(bucket)
+        packed = self._packers[bucket].pack(host, bucket, sequences)
+        self.stream.wait_stream(torch.cuda.current_stream())  # what a check did to the cache
+        with torch.cuda.stream(self.stream):
+            self._host.copy(index, packed.used, self._device, self.stream)
+            self._run_body(bucket, packed.variant)
+            self._run_head(bucket, next(b for b in self.buckets if b >= packed.logit_rows))
+            out = self._logits[: packed.logit_rows].clone()
+        self.stream.synchronize()
+        return out
+
     def finish(self, pending: Pending) -> list[list[Sampled]]:
         """Waits for a step and returns per sequence its logit rows in order."""
         if pending.done is not None:
@@ -135,9 +148,7 @@ class CudaRunner:
         logprobs = pending.results[1].view(torch.float32).tolist()
         tops = _tops(pending)
         rows = [
-            Sampled(t, TokenLogprob(t, p, tops.get(i, ())))
-            if not b
-            else Sampled(-1, TokenLogprob(-1, float("nan")), finite=False)
+            sampled(t, p, b, tops.get(i, ()))
             for i, (t, p, b) in enumerate(zip(tokens, logprobs, bad, strict=True))
         ]
         out, row = [], 0
@@ -212,18 +223,18 @@ def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> Att
     The key tile alone sets the bits, and it is 64 everywhere: block sizes and tile heights do not change a result.
     """
     if block_size % 64 == 0 and dim in (64, 128) and heads // kv_heads <= 64:
-        large, small = Tile(128, 4, 4, 1, "hopper"), Tile(64, 4, 3, 2, "tma")
+        large, small = Tile(128, 4, 3, 1, "hopper"), Tile(64, 4, 3, 2, "tma")
     else:
-        large, small = Tile(64, 4, 3, 2), Tile(16 if heads // kv_heads <= 16 else 64, 4, 3, 2)
+        large = small = Tile(64, 4, 3, 2)
     return AttentionShape(heads, kv_heads, dim, block_size, large=large, small=small)
 
 
 def _wishes(
     sequences: list[SequenceRows],
-) -> tuple[list[int], list[SampledRow], dict[int, list[int]]]:
+) -> tuple[list[int], list[Draw], dict[int, list[int]]]:
     """Logit rows that need more than an argmax, what they need, and number of alternatives -> logit rows."""
     general: list[int] = []
-    asked: list[SampledRow] = []
+    asked: list[Draw] = []
     tops: dict[int, list[int]] = {}
     row = 0
     for s in sequences:
@@ -232,7 +243,7 @@ def _wishes(
         if not is_plain(s.sampling):
             general += range(row, row + count)
             asked += [
-                SampledRow(s.sampling, s.tokens[: position + 1], s.prompt_len, s.num_logprobs)
+                Draw(s.sampling, s.tokens[: position + 1], s.prompt_len, s.num_logprobs)
                 for position in range(first, first + count)
             ]
         if s.num_logprobs > 0:

@@ -7,27 +7,20 @@ from pinned memory, results are copied out beside the greedy ones.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kernels.sampling import RowStats, gumbel_argmax, logprobs_of, noise_keys, restrict, row_stats, top_tokens
-from llm42.protocol import SamplingParams
-from llm42.sampling import is_greedy
+from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.sampling import Draw, Sampled, is_greedy
 
 ROWS_AT_ONCE = 64
 """Rows sorted together: bounds the memory of a sort over the vocabulary."""
 
 
-@dataclass(slots=True)
-class SampledRow:
-    """One row that needs logits. `history` is prompt + output up to and including the row's own token."""
-
-    params: SamplingParams
-    history: list[int]
-    prompt_len: int
-    num_logprobs: int
+Restrict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -45,13 +38,39 @@ def _is_adjusted(params: SamplingParams) -> bool:
     )
 
 
-def draw_rows(logits: Tensor, stats: RowStats, rows: list[int], asked: list[SampledRow]) -> None:
+def sample_step_device(
+    logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict
+) -> list[Sampled]:
+    """llm42.sampling.sample_step on the device (certification, tests; a runner queues the same calls and waits later)."""
+    stats = row_stats(logits)
+    rows = [i for i, d in enumerate(draws) if not is_plain(d.params)]
+    draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed)
+    tops: dict[int, tuple[tuple[int, float], ...]] = {}
+    for count in {d.num_logprobs for d in draws if d.num_logprobs > 0}:
+        wanted = [i for i, d in enumerate(draws) if d.num_logprobs == count]
+        ids, values = alternatives(logits, stats, wanted, count)
+        for row, i, v in zip(wanted, ids.tolist(), values.tolist(), strict=True):
+            tops[row] = tuple(zip(i, v, strict=True))
+    found = zip(stats.token.tolist(), stats.logprob.tolist(), stats.bad.tolist(), strict=True)
+    return [sampled(t, p, b, tops.get(i, ())) for i, (t, p, b) in enumerate(found)]
+
+
+def sampled(token: int, logprob: float, bad: int, top: tuple[tuple[int, float], ...]) -> Sampled:
+    """One row's result as the scheduler sees it."""
+    if bad:
+        return Sampled(-1, TokenLogprob(-1, float("nan")), finite=False)
+    return Sampled(token, TokenLogprob(token, logprob, top))
+
+
+def draw_rows(
+    logits: Tensor, stats: RowStats, rows: list[int], asked: Sequence[Draw], narrowed: Restrict = restrict
+) -> None:
     """Overwrites token, logprob and bad of `rows` in `stats`. logits [R, V] float32; asked[i] describes rows[i]."""
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         part, wanted = rows[begin : begin + ROWS_AT_ONCE], asked[begin : begin + ROWS_AT_ONCE]
         index = _device(part, torch.int64, logits)
         raw = logits[index]
-        token, bad = _draw(raw, wanted)
+        token, bad = _draw(raw, wanted, narrowed)
         stats.token[index] = token
         stats.bad[index] |= bad  # NaN or infinity of the raw logits stays an error
         stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
@@ -69,7 +88,7 @@ def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -
     return torch.cat(ids), torch.cat(values)
 
 
-def _draw(raw: Tensor, wanted: list[SampledRow]) -> tuple[Tensor, Tensor]:
+def _draw(raw: Tensor, wanted: Sequence[Draw], narrowed: Restrict) -> tuple[Tensor, Tensor]:
     params, vocab = [w.params for w in wanted], raw.shape[1]
     warm = [not is_greedy(p) for p in params]
     divisor = [p.temperature if on else 1.0 for p, on in zip(params, warm, strict=True)]
@@ -79,7 +98,7 @@ def _draw(raw: Tensor, wanted: list[SampledRow]) -> tuple[Tensor, Tensor]:
     if tight:
         index = _device(tight, torch.int64, raw)
         chosen = [params[i] for i in tight]
-        values[index] = restrict(
+        values[index] = narrowed(
             values[index],
             _device([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], torch.int64, raw),
             _device([p.top_p for p in chosen], torch.float64, raw),
@@ -93,7 +112,7 @@ def _is_restricted(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _adjust(raw: Tensor, wanted: list[SampledRow]) -> Tensor:
+def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
     """Stages 1 and 2 on a copy, as scattered updates of (row, id) pairs; pairs are unique, so no order exists."""
     values = raw.clone()
     repeat: list[tuple[int, int, float]] = []

@@ -15,10 +15,10 @@ from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
 from llm42.protocol import SamplingParams
-from llm42.sampling import sample_row
+from llm42.sampling import Draw, sample_row
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.cuda_forward import CudaForward
-from llm42.verifier.cuda_sampler import SampledRow, alternatives, draw_rows, is_plain
+from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sample_step_device
 from llm42.verifier.cuda_step import Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
 
@@ -134,7 +134,7 @@ def test_sampler_equals_the_row_sampler() -> None:
     stats = row_stats(logits)
     rows = [i for i, p in enumerate(PARAMS) if not is_plain(p)]
     assert rows == [1, 2, 3, 4, 5]
-    draw_rows(logits, stats, rows, [SampledRow(PARAMS[i], history, 20, 3) for i in rows])
+    draw_rows(logits, stats, rows, [Draw(PARAMS[i], history, 20, 3) for i in rows])
     ids, values = alternatives(logits, stats, [0, 2], 3)
     for i, params in enumerate(PARAMS):
         want = sample_row(logits[i], params, history, 20, 3)
@@ -143,6 +143,9 @@ def test_sampler_equals_the_row_sampler() -> None:
         if i in (0, 2):
             assert ids[[0, 2].index(i)].tolist() == [t for t, _ in want.logprob.top]
     assert values.shape == (2, 3)
+    whole = sample_step_device(logits, [Draw(p, history, 20, 3) for p in PARAMS])
+    assert [w.token for w in whole] == stats.token.tolist()
+    assert [t for t, _ in whole[2].logprob.top] == ids[1].tolist()
     assert not stats.bad.any()
 
 
@@ -151,6 +154,6 @@ def test_a_nan_row_is_flagged_and_its_neighbour_untouched() -> None:
     clean = row_stats(logits.clone())
     logits[0, 5] = float("nan")
     stats = row_stats(logits)
-    draw_rows(logits, stats, [0], [SampledRow(PARAMS[1], [1, 2], 1, 0)])
+    draw_rows(logits, stats, [0], [Draw(PARAMS[1], [1, 2], 1, 0)])
     assert stats.bad.tolist() == [1, 0]
     assert torch.equal(stats.log_sum[1], clean.log_sum[1])

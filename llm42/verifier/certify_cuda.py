@@ -1,0 +1,224 @@
+"""Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of kernels/cuda.py.
+
+For each operator the providers are tried in order of speed and the first that passes at every step size is used: no
+bucket is dropped here, because a K-ordered provider exists for every operator. If none passes, CertificationFailed
+names the operator. Plants break one operator; `split-k` needs no code: start the process without the environment of
+kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)), and cuBLAS itself is the violation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import cuda
+from kernels.attention import AttentionShape
+from kernels.linear import check_cublas_environment
+from kernels.operators import Operators
+from kernels.sampling import restrict
+from llm42.cache import KVCache
+from llm42.models.weights import LoadedModel
+from llm42.sampling import Draw, Sampled
+from llm42.verifier.certify import Certificate, CertificationFailed, OperatorReport, Progress
+from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
+from llm42.verifier.checks_cuda import (
+    Attention,
+    check_attention_device,
+    check_model_device,
+    device_attention,
+    reads_dirty_tail,
+    split_with_companions,
+    tile_by_neighbour,
+)
+from llm42.verifier.cuda_runner import CudaRunner, attention_shape
+from llm42.verifier.cuda_sampler import sample_step_device
+from llm42.verifier.step_checks import check_sampling
+
+ATTENTION_PLANTS: dict[str, Callable[[AttentionShape, torch.device], Attention]] = {
+    "attention-split": split_with_companions,
+    "attention-tile": tile_by_neighbour,
+    "dirty-tail": reads_dirty_tail,
+}
+PLANTS = ("split-k", "one-ulp", "topp-scan", *ATTENTION_PLANTS)
+MODEL_ROWS = 640
+"""Prompt length of the whole-model check: more than one attention segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaSettings:
+    """What a CUDA certificate depends on besides the model."""
+
+    buckets: tuple[int, ...]
+    block_size: int
+    max_len: int
+
+
+@torch.inference_mode()
+def certify_cuda(
+    model: LoadedModel, settings: CudaSettings, plants: Iterable[str] = (), progress: Progress = lambda _: None
+) -> Certificate:
+    """Runs every check. Raises CertificationFailed, CublasEnvironmentError, ValueError for an unknown plant."""
+    plants = tuple(plants)
+    for name in plants:
+        if name not in PLANTS:
+            raise ValueError(f"unknown plant {name!r}; there are {', '.join(PLANTS)}")
+    if "split-k" not in plants:
+        check_cublas_environment()
+    return _Certifier(model, settings, plants, progress).run()
+
+
+class _Certifier:
+    def __init__(
+        self, model: LoadedModel, settings: CudaSettings, plants: tuple[str, ...], progress: Progress
+    ) -> None:
+        self.model, self.settings, self.plants, self.progress = model, settings, plants, progress
+        self.device = model.weights.embed.device
+        self.tally, self.reports = Tally(), list[OperatorReport]()
+        c = model.config
+        self.shape = attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, settings.block_size)
+
+    def run(self) -> Certificate:
+        began = time.monotonic()
+        chosen = {op: self._choose(op, list(table)) for op, table in cuda.PROVIDERS.items()}
+        chosen["attention"] = self._single("attention", "triton", self._attention)
+        chosen["sampling"] = self._single("sampling", "triton", self._sampling)
+        if "split-k" not in self.plants:  # the runner refuses to start in that environment
+            self._single("model", "canonical", partial(self._whole, chosen))
+        torch.cuda.synchronize()
+        return Certificate(
+            providers=chosen,
+            buckets=self.settings.buckets,
+            reports=self.reports,
+            compared_rows=self.tally.rows,
+            seconds=round(time.monotonic() - began, 2),
+            row_counts_matter=True,
+            plants=self.plants,
+        )
+
+    def _choose(self, operator: str, providers: Sequence[str]) -> str:
+        violations = []
+        for provider in providers:
+            violation = self._check(operator, provider)
+            self._report(operator, provider, violation)
+            if violation is None:
+                return provider
+            violations.append(f"{provider}: {violation}")
+        raise CertificationFailed(operator, violations)
+
+    def _check(self, operator: str, provider: str) -> Violation | None:
+        self.progress(f"{operator} ({provider})")
+        ops = cuda.cuda_operators({operator: provider})
+        if operator == "rms_norm" and "one-ulp" in self.plants:
+            ops = replace(ops, rms_norm=partial(_one_ulp_more, ops))
+        for subject in _subjects(self.model, ops, operator):
+            _, violation = check_rows(subject, self.settings.buckets, self.tally)
+            if violation is not None:
+                return violation
+        return None
+
+    def _single(self, operator: str, provider: str, check: Callable[[], Violation | None]) -> str:
+        self.progress(f"{operator} ({provider})")
+        violation = check()
+        self._report(operator, provider, violation)
+        if violation is not None:
+            raise CertificationFailed(operator, [f"{provider}: {violation}"])
+        return provider
+
+    def _report(self, operator: str, provider: str, violation: Violation | None) -> None:
+        text = str(violation) if violation else None
+        buckets = self.settings.buckets
+        self.reports.append(OperatorReport(operator, provider, violation is None, buckets, text))
+
+    def _attention(self) -> Violation | None:
+        make = next((ATTENTION_PLANTS[p] for p in self.plants if p in ATTENTION_PLANTS), device_attention)
+        attention = make(self.shape, self.device)
+        return check_attention_device(attention, self.shape, self.model.dtype, self.device, self.tally)
+
+    def _sampling(self) -> Violation | None:
+        def sampler(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
+            scan = len(draws) > 4 and "topp-scan" in self.plants
+            narrowed = _coarse_restrict if scan else restrict
+            return sample_step_device(logits.to(self.device), draws, narrowed)
+
+        return check_sampling(sampler, self.model.config.vocab_size, self.tally)
+
+    def _whole(self, chosen: Mapping[str, str]) -> Violation | None:
+        c, s = self.model.config, self.settings
+        blocks = 3 * (-(-MODEL_ROWS // s.block_size))
+        kv = KVCache(
+            c.num_layers, blocks, s.block_size, c.num_kv_heads, c.head_dim, self.model.dtype, str(self.device)
+        )
+        ops = cuda.cuda_operators({op: name for op, name in chosen.items() if op in cuda.PROVIDERS})
+        runner = CudaRunner(self.model, ops, kv, s.buckets, MODEL_ROWS, shape=self.shape, graphs=False)
+        return check_model_device(runner.logits, kv, s.buckets, c.vocab_size, MODEL_ROWS, self.tally)
+
+
+def _one_ulp_more(ops: Operators, *args: Any) -> tuple[Tensor, Tensor]:
+    y, r = cuda.cuda_operators().rms_norm(*args)
+    y[-1, ..., :1].view(torch.int16).add_(1)
+    return y, r
+
+
+def _coarse_restrict(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Plant: a float32 scan and border, as a batched sampler might use for many rows."""
+
+    def scan(weight: Tensor) -> Tensor:
+        return weight.float().cumsum(-1).long()
+
+    return restrict(values, top_k, top_p.float().double(), min_p, scan)
+
+
+def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
+    """The operator at each of the model's real shapes, with the first layer's weights; inputs made on the device."""
+    c, w, layer = model.config, model.weights, model.weights.layers[0]
+    device, dtype, eps = w.embed.device, model.dtype, c.rms_norm_eps
+
+    def random(rows: int, gen: torch.Generator, *shape: int) -> Tensor:
+        seed = int(torch.randint(2**31, (1,), generator=gen))
+        own = torch.Generator(device).manual_seed(seed)
+        return torch.randn(rows, *shape, generator=own, device=device).to(dtype)
+
+    def product(run: Any, weight: Tensor, bias: Tensor | None) -> RowSubject:
+        n, k = weight.shape
+        return RowSubject(
+            operator, f"N={n}, K={k}", lambda r, g: (random(r, g, k),), lambda x: (run(x, weight, bias),)
+        )
+
+    def norm(weight: Tensor, *lead: int) -> RowSubject:
+        shape = (*lead, weight.shape[0])
+        return RowSubject(
+            operator,
+            f"H={weight.shape[0]}",
+            lambda r, g: (random(r, g, *shape), random(r, g, *shape)),
+            lambda x, r: ops.rms_norm(x, r.reshape(-1, shape[-1]), weight, eps),
+        )
+
+    def rotary(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
+        at = torch.randint(0, w.cos_sin.shape[0], (rows,), generator=gen).to(device)
+        return random(rows, gen, c.num_heads, c.head_dim), random(rows, gen, c.num_kv_heads, c.head_dim), at
+
+    if operator == "linear":
+        matrices = [
+            (layer.qkv, layer.qkv_bias),
+            (layer.o, layer.o_bias),
+            (layer.gate_up, layer.gate_up_bias),
+            (layer.down, layer.down_bias),
+        ]
+        return [product(ops.linear, weight, bias) for weight, bias in matrices]
+    if operator == "lm_head":
+        return [product(ops.lm_head, w.lm_head, None)]
+    if operator == "rms_norm":
+        heads = [] if layer.q_norm is None else [norm(layer.q_norm, c.num_heads)]
+        return [norm(layer.input_norm), *heads]
+    if operator == "rotary":
+        shape = f"D={c.head_dim}"
+        return [RowSubject(operator, shape, rotary, lambda q, k, p: ops.rotary(q, k, p, w.cos_sin))]
+    width = c.intermediate_size
+    make = lambda r, g: (random(r, g, 2 * width),)  # noqa: E731
+    return [RowSubject(operator, f"I={width}", make, lambda x: (ops.silu_mul(x),))]
