@@ -56,7 +56,7 @@ class FastPath:
         source: AsyncIterator[Delta] | None = None
         self._held[request.deterministic] += 1
         try:
-            self._admit(request)
+            await self._admit(request)
             self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
             source = self._generator.generate(request)
             if not request.deterministic:
@@ -79,13 +79,13 @@ class FastPath:
             if isinstance(source, AsyncGenerator):
                 await source.aclose()
 
-    def _admit(self, request: Request) -> None:
+    async def _admit(self, request: Request) -> None:
         """Bounds what this replica holds; a deterministic request also needs a verifier that is ready."""
         limit = self._settings.server.max_queued
         if sum(self._held.values()) > limit:
             raise Overloaded(f"This replica already holds {limit} requests.")
         if request.deterministic:
-            self._pool.require_ready()
+            await self._pool.require_ready()
 
     async def status(self) -> Status:
         """For /health: never waits for the engine or a verifier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +19,8 @@ from llm42.protocol import Delta, LLM42Error, Overloaded, Request
 from llm42.tokenizer import Tokenizer
 
 STATUS_TIMEOUT_S = 2.0
+ADMISSION_TRIES = 4
+ADMISSION_PAUSE_S = 0.05
 
 
 class RayBackend:
@@ -28,18 +31,32 @@ class RayBackend:
         self._status = fastpath.options(method_name="status")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The output of one request. Losing the replica is one clear error (ServiceUnavailable)."""
+        """The output of one request. Losing the replica is one clear error (ServiceUnavailable).
+
+        A replica that is full says so before any token; the request is then offered again, because Serve
+        routes by queue lengths that may be out of date, and another replica may have room.
+        """
+        for attempt in range(ADMISSION_TRIES):
+            try:
+                async with aclosing(self._try(request)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            except Overloaded:
+                if attempt + 1 == ADMISSION_TRIES:
+                    raise
+                await asyncio.sleep(ADMISSION_PAUSE_S)
+
+    async def _try(self, request: Request) -> AsyncGenerator[Delta, None]:
         stream = self._generate.remote(request)
         ended = False
         try:
             async for item in stream:
                 if isinstance(item, LLM42Error):
+                    ended = True
                     raise item
                 yield item
             ended = True
-        except LLM42Error:
-            ended = True
-            raise
         except BackPressureError as error:
             raise Overloaded("Too many requests wait for a fast-path replica.") from error
         except (RayActorError, DeploymentUnavailableError) as error:

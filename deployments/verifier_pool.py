@@ -25,6 +25,7 @@ from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Win
 log = logging.getLogger(__name__)
 NAMESPACE = "llm42"
 WATCH_S = 1.0
+LOOK_S = 1.0
 STATUS_TIMEOUT_S = 5.0
 MISSES_ALLOWED = 3
 RETRY_PAUSE_S = 0.25
@@ -85,6 +86,7 @@ class VerifierPool:
         self._settings, self._metrics = settings, metrics
         self.members = [Member(name) for name in actor_names(settings)]
         self._watcher: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins watching; verifiers that are missing are created."""
@@ -106,8 +108,15 @@ class VerifierPool:
         """What the pool answers with; None while no verifier is ready."""
         return next((m.status.fingerprint for m in self.members if m.ready and m.status), None)
 
-    def require_ready(self) -> None:
-        """Raises VerifierUnavailable, with the reason, when no verifier can answer now."""
+    async def require_ready(self) -> None:
+        """Raises VerifierUnavailable, with the reason, when no verifier can answer now.
+
+        What the last look said may be a second old, so a refusal looks again first (all callers together).
+        """
+        if not self.ready and self.members:
+            if self._look is None or self._look.done():
+                self._look = asyncio.create_task(self._refresh_all())
+            await asyncio.wait([self._look], timeout=LOOK_S)
         if not self.ready:
             raise VerifierUnavailable(self.explain())
 
@@ -165,9 +174,12 @@ class VerifierPool:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.gather(*(self._refresh(m) for m in self.members))
+            await self._refresh_all()
             self._metrics.set(VERIFIERS_READY, len(self.ready))
             await asyncio.sleep(WATCH_S)
+
+    async def _refresh_all(self) -> None:
+        await asyncio.gather(*(self._refresh(m) for m in self.members))
 
     async def _refresh(self, member: Member) -> None:
         """One status call; a member that has died is created anew."""

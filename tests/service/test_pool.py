@@ -42,13 +42,23 @@ def test_only_one_fingerprint_is_used() -> None:
 
 
 @pytest.mark.parametrize("states", [(), (("starting", None),), (("failed", None),)])
-def test_without_a_ready_member_requests_are_refused_with_the_reason(states: Any) -> None:
+async def test_without_a_ready_member_requests_are_refused_with_the_reason(states: Any) -> None:
     pool = pool_of(*states)
+    for member in pool.members:
+        member.handle = Handle(None, member.status)
     with pytest.raises(VerifierUnavailable) as refused:
-        pool.require_ready()
+        await pool.require_ready()
     reason = {0: "switched off", 1: "because" if ("failed", None) in states else "starting"}[len(states)]
     assert reason in str(refused.value)
-    pool_of(("ready", "a")).require_ready()
+    await pool_of(("ready", "a")).require_ready()
+
+
+async def test_a_refusal_looks_again_first() -> None:
+    """A verifier that has become ready since the last look is used, not refused."""
+    pool = pool_of(("starting", None))
+    pool.members[0].handle = Handle(None, VerifierStatus("ready", "a"))
+    await asyncio.gather(*(pool.require_ready() for _ in range(5)))
+    assert pool.members[0].handle.asked == 1
 
 
 def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:
@@ -66,15 +76,18 @@ def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> No
 
 
 class Handle:
-    """Stands for an actor handle whose calls fail, or never return."""
+    """Stands for an actor handle: verify echoes the windows or fails, status says `state`."""
 
-    def __init__(self, error: Exception | None) -> None:
-        self.verify = self
-        self.error = error
+    def __init__(self, error: Exception | None, state: VerifierStatus | None = None) -> None:
+        self.verify = self.status = self
+        self.error, self.state, self.asked = error, state, 0
 
-    async def remote(self, windows: list[Window]) -> list[Any]:
+    async def remote(self, windows: list[Window] | None = None) -> Any:
         if self.error:
             raise self.error
+        if windows is None:
+            self.asked += 1
+            return self.state
         return list(windows)
 
 
