@@ -1,3 +1,3 @@
-"""LLM-42: deterministic LLM serving by decoding fast, verifying under a fixed reduction schedule, and rolling back."""
+"""LLM-42: deterministic LLM serving: decode fast, verify under a fixed reduction schedule, roll back."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
 """The decoder forward of Llama-type models over flat rows: one code for the fast path and the verifier.
 
-Rounding points (A = activation dtype): every operator of kernels/ computes in float32 inside and rounds once to A at
-its end: embedding, norm (+ residual), qkv product, q/k norm, rotary, attention, output product, norm, gate-up product,
-SiLU-multiply, down product. Logits stay in float32.
+Rounding points (A = activation dtype): every operator of kernels/ computes in float32 inside and rounds once to A
+at its end: embedding, norm (+ residual), qkv product, q/k norm, rotary, attention, output product, norm, gate-up
+product, SiLU-multiply, down product. Logits stay in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.operators import Operators
 from llm42.models.weights import LoadedModel
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]) -> [T, Hq * D]; writes k and v into the KV cache."""
+"""attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]) -> [T, Hq * D]; writes k, v into the KV cache."""
 
 
 def forward(model: LoadedModel, ops: Operators, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
