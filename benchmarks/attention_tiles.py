@@ -1,4 +1,5 @@
-"""Paged attention alone: tile shapes against each other, in time and in bits, and against torch's flash attention.
+"""Paged attention alone: tile shapes against each other, in time and in bits, and against torch's flash
+attention.
 
     python benchmarks/attention_tiles.py [--compile I] [--out FILE]
 
@@ -59,11 +60,16 @@ class Work:
         for _ in range(layers):
             pair = []
             for _ in range(2):
-                cache = torch.full((order.numel() * page, KV_HEADS, DIM), float("nan"), dtype=torch.bfloat16).cuda()
+                cache = torch.full(
+                    (order.numel() * page, KV_HEADS, DIM), float("nan"), dtype=torch.bfloat16
+                ).cuda()
                 cache[slots] = torch.randn(size, generator=generator, device="cuda").bfloat16()
                 pair.append(cache)
             self.kv.append(tuple(pair))
-        self.dense = [[c[slots].view(self.sequences, self.keys, KV_HEADS, DIM).transpose(1, 2) for c in p] for p in self.kv]
+        self.dense = [
+            [c[slots].view(self.sequences, self.keys, KV_HEADS, DIM).transpose(1, 2) for c in p]
+            for p in self.kv
+        ]
         rows = self.sequences * self.rows
         self.q = torch.randn(rows, HEADS, DIM, generator=generator, device="cuda").bfloat16()
         self.start, self.count = [context] * self.sequences, [self.rows] * self.sequences
@@ -138,7 +144,7 @@ def main() -> None:
                 continue
             try:
                 out, micros, split = run(shape_of(variant), works[variant[3]])
-            except Exception as error:  # noqa: BLE001  (one variant must not end the sweep)
+            except Exception as error:  # one variant must not end the sweep
                 print(name, variant, repr(error)[:200], flush=True)
                 continue
             base.setdefault(variant[2], out.clone())
@@ -150,7 +156,10 @@ def main() -> None:
             ) if name != "16x32@16k" else out[:rows]  # fmt: skip
             error = float((out[:rows].double() - want.double()).norm() / want.double().norm())
             results[f"{name} {variant}"] = {"us": micros, "equal": equal, "error": error, "split": split}
-            print(f"{name:10} {variant!s:70} {micros:8.1f} us equal={equal} err={error:.1e} split={split}", flush=True)
+            print(
+                f"{name:10} {variant!s:70} {micros:8.1f} us equal={equal} err={error:.1e} split={split}",
+                flush=True,
+            )
         if name == "2x32@2k":
             _heights(works[128])
         del works
@@ -178,7 +187,17 @@ def _heights(work: Work) -> None:
                 print("  float32 partials equal to the hopper kernel's:", _partials(work, load, height))
             rows = (out.view(torch.int16) != base).flatten(1).any(1).nonzero().flatten().tolist()
             error = (out.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)
-            print("height", height, load, attempt, "rows that differ:", rows[:40], "worst row error", float(error.max()), flush=True)
+            print(
+                "height",
+                height,
+                load,
+                attempt,
+                "rows that differ:",
+                rows[:40],
+                "worst row error",
+                float(error.max()),
+                flush=True,
+            )
 
 
 def _partials(work: Work, load: str, height: int) -> bool:
@@ -186,7 +205,9 @@ def _partials(work: Work, load: str, height: int) -> bool:
     sums = []
     for name, tall in (("hopper", 128), (load, height)):
         tile = Tile(tall, 4 if tall == 64 or name == "hopper" else 8, 3, 1, name)  # type: ignore[arg-type]
-        engine = TritonAttention(AttentionShape(HEADS, KV_HEADS, DIM, 128, large=tile, small=SMALL), torch.device("cuda"))
+        engine = TritonAttention(
+            AttentionShape(HEADS, KV_HEADS, DIM, 128, large=tile, small=SMALL), torch.device("cuda")
+        )
         engine.planner.programs = 60  # split, but with tall tiles
         engine._acc.zero_()
         engine.run(work.q, *work.kv[0], work.start, work.count, work.tables)
@@ -195,7 +216,9 @@ def _partials(work: Work, load: str, height: int) -> bool:
         rows = acc[: segments * len(work.start) * 32 * 4 // tall]
         tiles = 128 // tall
         # later tiles have more keys and come first
-        rows = rows.view(tiles, len(work.start), segments, KV_HEADS, tall, DIM).flip(0).permute(1, 2, 3, 0, 4, 5)
+        rows = (
+            rows.view(tiles, len(work.start), segments, KV_HEADS, tall, DIM).flip(0).permute(1, 2, 3, 0, 4, 5)
+        )
         sums.append(rows.reshape(-1, 128, DIM))
     return torch.equal(sums[0].view(torch.int32), sums[1].reshape(sums[0].shape).view(torch.int32))
 

@@ -1,4 +1,5 @@
-"""Certification on the device: an 8B model's time, every plant, small models; then random steps over whole models."""
+"""Certification on the device: an 8B model's time, every plant, small models; then random steps over whole
+models."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ def main() -> None:
     big = random_model(LLAMA_8B)
     certificate = certify_cuda(big, CudaSettings(BUCKETS, 128, 4096))
     out["certificate_8b"] = certificate.to_json()
-    print("8B certified in", certificate.seconds, "s,", certificate.compared_rows, "rows", certificate.providers, flush=True)
+    print(
+        "8B certified in",
+        certificate.seconds,
+        "s,",
+        certificate.compared_rows,
+        "rows",
+        certificate.providers,
+        flush=True,
+    )
     small = random_model(SMALL_64)
     settings = CudaSettings((1, 8, 64, 512), 64, 4096)
     for plant in PLANTS:
@@ -62,7 +71,16 @@ def main() -> None:
         started = time.time() - t
         t = time.time()
         count = random_steps(runner, kv, c.vocab_size, 1000, 4, steps)
-        print(name, "start", round(started, 1), "s; random steps:", count, round(time.time() - t, 1), "s", flush=True)
+        print(
+            name,
+            "start",
+            round(started, 1),
+            "s; random steps:",
+            count,
+            round(time.time() - t, 1),
+            "s",
+            flush=True,
+        )
         out[f"random {name}"] = {"rows": count.rows, "differing": count.differing, "examples": count.examples}
         del runner
     if len(sys.argv) > 1:
@@ -71,7 +89,8 @@ def main() -> None:
 
 
 def _split_k() -> None:
-    """In a process with cuBLAS's default workspace: the product must fail its check, and the K-ordered one be chosen."""
+    """In a process with cuBLAS's default workspace: the product must fail its check, and the K-ordered one
+    be chosen."""
     model = random_model(replace(LLAMA_8B, num_layers=1))
     certificate = certify_cuda(model, CudaSettings(BUCKETS, 128, 4096), ["split-k"])
     for report in certificate.reports:

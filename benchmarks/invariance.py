@@ -1,9 +1,9 @@
-"""Row invariance over a whole model on one GPU: random steps against a reference, bits of every logit compared.
+"""Row invariance over a whole model on one GPU: random steps against a reference, bits of every logit
+compared.
 
-Reference: each sequence alone, one chunk, largest bucket. Trials: random buckets, random pieces of several sequences in
-random order, each over a prefix that is warm (the reference's own blocks) or was computed in other chunks, beside a
-companion whose cached prefix is NaN; unwritten blocks are NaN.
-"""
+Reference: each sequence alone, one chunk, largest bucket. Trials: random buckets, random pieces of several
+sequences in random order, each over a prefix that is warm (the reference's own blocks) or was computed in
+other chunks, beside a companion whose cached prefix is NaN; unwritten blocks are NaN."""
 
 from __future__ import annotations
 
@@ -96,6 +96,8 @@ def _one(runner: CudaRunner, rng: random.Random, known: list[Known], bad: list[i
             count.rows += rows.count
             count.differing += wrong
             if wrong and len(count.examples) < 5:
-                count.examples.append(f"{wrong} of rows {rows.start}+{rows.count} in a step of {bucket}, {len(picked)} parts")
+                count.examples.append(
+                    f"{wrong} of rows {rows.start}+{rows.count} in a step of {bucket}, {len(picked)} parts"
+                )
         at += rows.count
     count.steps += 1

@@ -1,4 +1,5 @@
-"""Models with random weights in the shape of real ones, made on the device: for bits and speed, not for text."""
+"""Models with random weights in the shape of real ones, made on the device: for bits and speed, not for
+text."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ SMALL_QK = ModelConfig("qwen3", 32000, 1024, 3072, 4, 16, 8, 128, 1e-6, ROPE, 81
 
 
 def random_model(
-    config: ModelConfig, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", max_len: int = 32768, seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    max_len: int = 32768,
+    seed: int = 0,
 ) -> LoadedModel:
     """Normal weights scaled by 1 / sqrt(fan-in), so that activations stay of order one."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -36,7 +41,8 @@ def random_model(
     def layer() -> LayerWeights:
         q_norm, k_norm = (norm(dim), norm(dim)) if config.qk_norm else (None, None)
         return LayerWeights(
-            norm(hidden), matrix(rows, hidden), None, q_norm, k_norm, matrix(hidden, config.num_heads * dim), None,
+            norm(hidden), matrix(rows, hidden), None, q_norm, k_norm,
+            matrix(hidden, config.num_heads * dim), None,
             norm(hidden), matrix(2 * inner, hidden), None, matrix(hidden, inner), None,
         )  # fmt: skip
 

@@ -44,9 +44,9 @@ def _host(runner: CudaRunner, sequences: list) -> None:  # type: ignore[type-arg
     """Host microseconds of the parts of `begin`."""
     runner.finish(runner.begin(64, sequences))
     small, large = (torch.zeros(n, dtype=torch.int32, pin_memory=True) for n in (2000, 50000))
-    event, target = torch.cuda.Event(), torch.zeros(50000, dtype=torch.int32, device="cuda")
+    target = torch.zeros(50000, dtype=torch.int32, device="cuda")
     body, head = runner._bodies[64, "Sc"], runner._heads[64, 64]
-    index, host = runner._host.take(64)
+    _, host = runner._host.take(64)
     parts = {
         "pack": lambda: runner._packers[64].pack(host, 64, sequences),
         "copy 8 KB": lambda: target[:2000].copy_(small, non_blocking=True),
@@ -84,7 +84,10 @@ def _profile(runner: CudaRunner, bucket: int, sequences: list) -> None:  # type:
         row[2] += 0.0 if end is None else e.time_range.start - end
         end = e.time_range.end
     for name, (n, busy, gap) in sorted(spent.items(), key=lambda x: -x[1][1]):
-        print(f"   {n:5.0f} x {busy / n:8.2f} us = {busy / 1000:7.3f} ms, gaps before {gap / n:6.2f} us = {gap / 1000:.3f} ms  {name}")
+        print(
+            f"   {n:5.0f} x {busy / n:8.2f} us = {busy / 1000:7.3f} ms, "
+            f"gaps before {gap / n:6.2f} us = {gap / 1000:.3f} ms  {name}"
+        )
 
 
 main()

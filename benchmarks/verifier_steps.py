@@ -1,4 +1,5 @@
-"""Times of canonical steps on one GPU beside their floors: the step's own matrix products, and the KV bytes it reads."""
+"""Times of canonical steps on one GPU beside their floors: the step's own matrix products, and the KV bytes
+it reads."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ COPY_BYTES_PER_S = 4.3e12
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """A step of `sequences` x `rows` rows after `context` cached tokens; `logits`: all rows need logits, else one."""
+    """A step of `sequences` x `rows` rows after `context` cached tokens; `logits`: all rows need logits,
+    else one."""
 
     name: str
     sequences: int
@@ -71,7 +73,11 @@ def products_graph(model: LoadedModel, rows: int, head_rows: int) -> torch.cuda.
     def x(width: int, n: int = rows) -> torch.Tensor:
         return torch.randn(n, width, device=model.device).to(model.dtype)
 
-    hidden, mixed, inner = x(config.hidden_size), x(config.num_heads * config.head_dim), x(config.intermediate_size)
+    hidden, mixed, inner = (
+        x(config.hidden_size),
+        x(config.num_heads * config.head_dim),
+        x(config.intermediate_size),
+    )
     last = x(config.hidden_size, head_rows)
 
     def work() -> None:
@@ -96,8 +102,8 @@ def kv_ms(mix: Mix, model: LoadedModel) -> float:
 def step_and_products_ms(
     runner: CudaRunner, mix: Mix, sequences: list[SequenceRows], rounds: int = 12, each: int = 4
 ) -> tuple[float, float]:
-    """Milliseconds per step (queued ahead, as in service) and per set of its products, measured in turn so that both
-    see the same clocks. Medians over rounds of `each` back-to-back runs."""
+    """Milliseconds per step (queued ahead, as in service) and per set of its products, measured in turn so
+    that both see the same clocks. Medians over rounds of `each` back-to-back runs."""
     graph = products_graph(runner.model, mix.total, mix.head_rows)
     pending: list[Pending] = []
 
@@ -129,7 +135,9 @@ def step_and_products_ms(
     return statistics.median(steps), statistics.median(products)
 
 
-def host_ms(runner: CudaRunner, mix: Mix, sequences: list[SequenceRows], repeats: int = 50) -> tuple[float, float]:
+def host_ms(
+    runner: CudaRunner, mix: Mix, sequences: list[SequenceRows], repeats: int = 50
+) -> tuple[float, float]:
     """Host milliseconds of `begin`, and of `finish` once the device is done."""
     begin_ms, finish_ms = [], []
     for _ in range(repeats):
@@ -146,7 +154,8 @@ def host_ms(runner: CudaRunner, mix: Mix, sequences: list[SequenceRows], repeats
 
 
 def pipelined_ms(runner: CudaRunner, bucket: int, sequences: list[SequenceRows], steps: int = 30) -> float:
-    """Wall time per step when the next step is packed while one runs, as a scheduler with two steps in flight does."""
+    """Wall time per step when the next step is packed while one runs, as a scheduler with two steps in
+    flight does."""
     runner.finish(runner.begin(bucket, sequences))
     t0 = time.perf_counter()
     pending = runner.begin(bucket, sequences)

@@ -1,23 +1,26 @@
-"""Paged causal attention for ragged rows: many sequences in a step, any number of query rows each, grouped queries.
+"""Paged causal attention for ragged rows: many sequences in a step, any number of query rows each, grouped
+queries.
 
-Layout: q, out [T, Hq, D]; k_cache, v_cache [slots, Hk, D] with slot = block * block_size + offset; each sequence has a
-block table. A row at position p attends to the keys 0..p of its own sequence.
+Layout: q, out [T, Hq, D]; k_cache, v_cache [slots, Hk, D] with slot = block * block_size + offset; each
+sequence has a block table. A row at position p attends to the keys 0..p of its own sequence.
 
 Reduction order, the same for every row whatever the step:
-1. Keys are cut into segments at absolute multiples of SEGMENT, a segment into tiles at absolute multiples of BLOCK_N.
-2. Inside a segment, tiles in ascending order: online softmax in base 2, float32, from an empty state. Inside a tile,
-   the matrix unit's order over D and over keys, and the warp's fixed order for the row maximum and sum.
+1. Keys are cut into segments at absolute multiples of SEGMENT, a segment into tiles at absolute multiples
+of BLOCK_N.
+2. Inside a segment, tiles in ascending order: online softmax in base 2, float32, from an empty state.
+   Inside a tile, the matrix unit's order over D and over keys, and the warp's fixed order for the row
+   maximum and sum.
 3. Segments are merged in ascending order with one formula (`merge`), then one division and one rounding.
-Contexts up to SEGMENT keys are thus unsplit. Whether the segments of a tile are computed by one program, which keeps
-the merged state in registers, or by one program each and then combined, is a scheduling choice: same formula, same
-order, same bits. So it may follow the load.
+Contexts up to SEGMENT keys are thus unsplit. Whether the segments of a tile are computed by one program,
+which keeps the merged state in registers, or by one program each and then combined, is a scheduling choice:
+same formula, same order, same bits. So it may follow the load.
 
-The heads of a group share a tile: tile row i is (token i // G, head i % G). A tile always has the same number of rows,
-padded with zeros, whatever the number of query rows. Two tile heights exist (few rows, many rows); a row of a matrix
-product does not depend on the tile's height, which certification checks on the device. Keys past a row's position are
-masked to -inf before the softmax; value slots that no row of the sequence has reached are read as zero, and written
-values are finite (kernels/kv_write.py), so 0 * NaN cannot occur.
-"""
+The heads of a group share a tile: tile row i is (token i // G, head i % G). A tile always has the same
+number of rows, padded with zeros, whatever the number of query rows. Two tile heights exist (few rows, many
+rows); a row of a matrix product does not depend on the tile's height, which certification checks on the
+device. Keys past a row's position are masked to -inf before the softmax; value slots that no row of the
+sequence has reached are read as zero, and written values are finite (kernels/kv_write.py), so 0 * NaN
+cannot occur."""
 
 from __future__ import annotations
 
@@ -34,20 +37,30 @@ from kernels.attention_plan import ITEM_FIELDS, SEGMENT, AttentionShape, Plan, P
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ITEM_FIELDS", "SEGMENT", "AttentionShape", "Plan", "Planner", "Tile", "TritonAttention", "paged_reference"]
+__all__ = [
+    "ITEM_FIELDS",
+    "SEGMENT",
+    "AttentionShape",
+    "Plan",
+    "Planner",
+    "Tile",
+    "TritonAttention",
+    "paged_reference",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """One layer's keys and values in the forms that the tiles' loads need (None where no tile needs it)."""
+    """One layer's keys and values in the forms that the tiles' loads need (empty where no tile needs it)."""
 
-    tensors: tuple[Tensor, Tensor]
-    tma: tuple[Any, Any] | None = None
-    hopper: tuple[Any, Any] | None = None
+    tensors: tuple[Tensor, ...]
+    tma: tuple[Any, ...] = ()
+    hopper: tuple[Any, ...] = ()
 
 
 class TritonAttention:
-    """Provider `triton`: launches the kernels over plans that lie in device memory (nothing here synchronises)."""
+    """Provider `triton`: launches the kernels over plans that lie in device memory (nothing here
+    synchronises)."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, partials: int = 512) -> None:
         from kernels.gpu.launch import multiprocessors
@@ -57,7 +70,7 @@ class TritonAttention:
         self.planner = Planner(shape, self.sms * shape.large.per_sm, partials)
         rows = partials * shape.kv_heads * shape.large.block_m
         self._acc = torch.empty(rows * shape.block_d, dtype=torch.float32, device=device)
-        self._ml = torch.empty(rows * 2, dtype=torch.float32, device=device)
+        self._md = torch.empty(rows * 2, dtype=torch.float32, device=device)
 
     def sources(self, k_cache: Tensor, v_cache: Tensor) -> Sources:
         """Caches [slots, Hk, D] and their tensor maps."""
@@ -73,11 +86,18 @@ class TritonAttention:
         if "hopper" in loads:
             from kernels.gpu.attention_hopper import descriptor
 
-            hopper = tuple(descriptor(x, block) for x in flat)
-        return Sources((k_cache, v_cache), tma, hopper)  # type: ignore[arg-type]
+            hopper = tuple(descriptor(x, block) for x in flat)  # type: ignore[no-untyped-call]
+        return Sources((k_cache, v_cache), tma or (), hopper or ())
 
     def attend(
-        self, tile: Tile, q: Tensor, out: Tensor, sources: Sources, tables: Tensor, items: Tensor, count: Tensor
+        self,
+        tile: Tile,
+        q: Tensor,
+        out: Tensor,
+        sources: Sources,
+        tables: Tensor,
+        items: Tensor,
+        count: Tensor,
     ) -> None:
         """Runs the items of one tile height. q, out [T, Hq, D]; tables, items, count int32 on the device."""
         from kernels.gpu import attention as gpu
@@ -88,7 +108,7 @@ class TritonAttention:
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_N=shape.block_n,
             SEGMENT=shape.segment, PAGE=shape.block_size, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
-        work = (tables, items, count, self._acc, self._ml, shape.scale)
+        work = (tables, items, count, self._acc, self._md, shape.scale)
         if tile.load == "hopper":
             from kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
 
@@ -109,7 +129,7 @@ class TritonAttention:
 
         shape = self.shape
         gpu.combine_kernel[(self.sms * 2,)](
-            out, items, count, self._acc, self._ml,
+            out, items, count, self._acc, self._md,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_D=shape.block_d,
             BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **STRICT,
         )  # fmt: skip
@@ -124,11 +144,11 @@ class TritonAttention:
         tables: list[list[int]],
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A whole attention call for rows laid one sequence after the other: plan, copy, launch (tests, certification).
+        """A whole attention call for rows laid one sequence after the other: plan, copy, launch (tests,
+        certification).
 
-        Sequence s has count[s] rows at positions start[s].. and the block table tables[s]. Returns [T, Hq, D] in
-        out_dtype (q's if None).
-        """
+        Sequence s has count[s] rows at positions start[s].. and the block table tables[s]. Returns [T, Hq,
+        D] in out_dtype (q's if None)."""
         counts, offset = np.array(count), np.cumsum([0, *map(len, tables)])[:-1]
         plan = self.planner.plan(np.cumsum(counts) - counts, counts, np.array(start), offset)
         flat = torch.tensor([b for table in tables for b in table], dtype=torch.int32, device=q.device)
@@ -150,7 +170,13 @@ def _upload(items: NDArray[np.int32], device: torch.device) -> tuple[Tensor, Ten
 
 
 def paged_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: list[int], count: list[int], tables: list[list[int]], block: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: list[int],
+    count: list[int],
+    tables: list[list[int]],
+    block: int,
 ) -> Tensor:
     """float64 version of `TritonAttention.run`: gathers each sequence's keys and attends row by row."""
     out, row = [], 0

@@ -1,4 +1,5 @@
-"""The shape of paged attention and the cutting of a step's rows into work items (see kernels/attention.py)."""
+"""The shape of paged attention and the cutting of a step's rows into work items (see
+kernels/attention.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ SEGMENT = 512
 """Keys per segment: the border up to which a context is one unsplit sum."""
 LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8
-"""int32 fields of a work item: first row, tokens, first position, table offset, first segment, last segment (exclusive),
-partial slot or -1, unused. Of a combine item: first row, tokens, unused x 2, first partial slot, segments, unused x 2."""
+"""int32 fields of a work item: first row, tokens, first position, table offset, first segment, last segment
+(exclusive), partial slot or -1, unused. Of a combine item: first row, tokens, unused x 2, first partial
+slot, segments, unused x 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Tile:
     stages: int
     per_sm: int
     load: Literal["pointer", "tma", "hopper"] = "pointer"
-    """How keys and values come in: by address (any block size), as tensor-map tiles, or as tensor-map tiles loaded by a
-    warp of its own (kernels/gpu/attention_hopper.py, 128 rows)."""
+    """How keys and values come in: by address (any block size), as tensor-map tiles, or as tensor-map tiles
+    loaded by a warp of its own (kernels/gpu/attention_hopper.py, 128 rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,17 @@ class AttentionShape:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} KV heads")
         if self.segment % self.block_n or self.group > self.small.block_m:
-            raise ValueError(f"no attention tile for key tile {self.block_n} and {self.group} heads in a group")
+            raise ValueError(
+                f"no attention tile for key tile {self.block_n} and {self.group} heads in a group"
+            )
         whole = self.block_size % self.block_n == 0
         if not whole and self.block_n % self.block_size:
-            raise ValueError(f"block_size {self.block_size} and key tile {self.block_n} must divide one another")
-        if (self.large.load, self.small.load) != ("pointer", "pointer") and not (whole and self.dim in (64, 128)):
+            raise ValueError(
+                f"block_size {self.block_size} and key tile {self.block_n} must divide one another"
+            )
+        if (self.large.load, self.small.load) != ("pointer", "pointer") and not (
+            whole and self.dim in (64, 128)
+        ):
             raise ValueError("tensor-map tiles need block_size % block_n == 0 and a head size of 64 or 128")
 
     @property
@@ -83,16 +91,15 @@ class Plan:
 
 @dataclass(slots=True)
 class Planner:
-    """Cuts the rows of a step into work items. `programs` is what runs at once; `partials` bounds the split items."""
+    """Cuts the rows of a step into work items. `programs` is what runs at once; `partials` bounds the split
+    items."""
 
     shape: AttentionShape
     programs: int
     partials: int
     _empty: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, ITEM_FIELDS), np.int32))
 
-    def plan(
-        self, row0: NDArray[Any], count: NDArray[Any], start: NDArray[Any], table: NDArray[Any]
-    ) -> Plan:
+    def plan(self, row0: NDArray[Any], count: NDArray[Any], start: NDArray[Any], table: NDArray[Any]) -> Plan:
         """Per sequence: first row in the step, number of rows, first position, offset of its block table."""
         shape, end = self.shape, start + count
         tall, short = shape.large.block_m // shape.group, shape.small.block_m // shape.group
@@ -126,7 +133,8 @@ class Planner:
         return items[np.argsort(-_keys(items), kind="stable")]
 
     def _split(self, items: NDArray[np.int32], fair: float) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Items well over a fair share of the work become one item per segment, as far as the partials reach."""
+        """Items well over a fair share of the work become one item per segment, as far as the partials
+        reach."""
         if not len(items) or _keys(items).max() <= 1.25 * fair:
             return items, self._empty
         segments = items[:, 5]

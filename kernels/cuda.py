@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from kernels import linear, rmsnorm, rotary, silu_mul
 from kernels.operators import Operators
 
-PROVIDERS = {
+PROVIDERS: dict[str, dict[str, Callable[..., Any]]] = {
     "linear": linear.CUDA_PROVIDERS,
     "rms_norm": rmsnorm.CUDA_PROVIDERS,
     "rotary": rotary.CUDA_PROVIDERS,

@@ -1,13 +1,13 @@
 """KV write: rotated keys and values of a step's rows go to their slots of the paged cache.
 
-k_cache, v_cache [slots, Hk, D]; slot = block * block_size + offset; a negative slot (padding row) is skipped. No
-arithmetic, one exception: a value row (one token, one head) that is not finite is stored as zeros, and its key as NaN.
-Every row that attends to it then gets NaN through its score, as it should, while an earlier row, for which the score
-is masked, multiplies its zero weight with a finite value: without this, 0 * NaN would let a token change rows before it.
+k_cache, v_cache [slots, Hk, D]; slot = block * block_size + offset; a negative slot (padding row) is
+skipped. No arithmetic, one exception: a value row (one token, one head) that is not finite is stored as
+zeros, and its key as NaN. Every row that attends to it then gets NaN through its score, as it should, while
+an earlier row, for which the score is masked, multiplies its zero weight with a finite value: without this,
+0 * NaN would let a token change rows before it.
 
-`fused` (launch_qkv) does q/k norm, rotary and the write in one kernel, with the same rounding points and bits as the
-separate operators.
-"""
+`fused` (launch_qkv) does q/k norm, rotary and the write in one kernel, with the same rounding points and
+bits as the separate operators."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def kv_write_triton(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cach
 
 
 def launch_qkv(
-    qkv: Tensor, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor,
+    qkv: Tensor, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, slots: Tensor,
+    cos_sin: Tensor,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    """qkv [T, (Hq + 2 Hk) D] -> rotated q_out [T, Hq, D] and the caches [slots, Hk, D]; q_norm, k_norm [D] or None."""
+    """qkv [T, (Hq + 2 Hk) D] -> rotated q_out [T, Hq, D] and the caches [slots, Hk, D]; q_norm, k_norm [D]
+    or None."""
     from kernels.gpu.elementwise import qkv_kernel
     from kernels.gpu.launch import STRICT
 

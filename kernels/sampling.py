@@ -1,10 +1,11 @@
-"""Sampling of many rows on the device: the stages of llm42/sampling.py, batched, without a host synchronisation.
+"""Sampling of many rows on the device: the stages of llm42/sampling.py, batched, without a host
+synchronisation.
 
-Every stage is row-invariant by construction: elementwise, or a reduction of one row in chunks of fixed width merged in
-a fixed order, or a stable sort (its result is unique), or a sum of integers (exact in any order): top-p adds weights
-rounded to 2^-40 as int64, because the order of a device's floating-point scan follows the shape of the whole tensor.
-Log-probabilities: float32 exponentials, float64 sums, rounded once to float32.
-"""
+Every stage is row-invariant by construction: elementwise, or a reduction of one row in chunks of fixed
+width merged in a fixed order, or a stable sort (its result is unique), or a sum of integers (exact in any
+order): top-p adds weights rounded to 2^-40 as int64, because the order of a device's floating-point scan
+follows the shape of the whole tensor. Log-probabilities: float32 exponentials, float64 sums, rounded once
+to float32."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ Cumsum = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class RowStats:
-    """Per row: argmax (lowest id), ln sum exp (float64), ln softmax of the argmax, 1 where NaN or nothing finite."""
+    """Per row: argmax (lowest id), ln sum exp (float64), ln softmax of the argmax, 1 where NaN or nothing
+    finite."""
 
     token: Tensor  # [R] int32
     log_sum: Tensor  # [R] float64
@@ -60,7 +62,8 @@ def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
 
 
 def gumbel_argmax(values: Tensor, keys: Tensor) -> Tensor:
-    """values [R, V] float32, keys [R, 6] int32 (noise_keys) -> [R] int32: argmax of value + noise, lowest id on ties."""
+    """values [R, V] float32, keys [R, 6] int32 (noise_keys) -> [R] int32: argmax of value + noise, lowest
+    id on ties."""
     from kernels.gpu import sampling as gpu
     from kernels.gpu.launch import STRICT
 
@@ -72,7 +75,9 @@ def gumbel_argmax(values: Tensor, keys: Tensor) -> Tensor:
     gpu.gumbel_kernel[(rows, chunks)](
         values, keys, part_max, part_id, vocab, values.stride(0), CHUNK=CHUNK, num_warps=8, **STRICT
     )
-    gpu.argmax_combine_kernel[(rows,)](part_max, part_id, token, chunks, BLOCK=_block(chunks), num_warps=1, **STRICT)
+    gpu.argmax_combine_kernel[(rows,)](
+        part_max, part_id, token, chunks, BLOCK=_block(chunks), num_warps=1, **STRICT
+    )
     return token
 
 
@@ -98,9 +103,12 @@ def integer_cumsum(weight: Tensor) -> Tensor:
     return weight.cumsum(-1)
 
 
-def restrict(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, cumsum: Cumsum = integer_cumsum) -> Tensor:
-    """Stages 4 to 6. values [R, V] float32; top_k [R] int64 (V: off), top_p [R] float64 (1: off), min_p [R] float64
-    (0: off). Returns values with what may not be drawn at -inf. Border ties go to the lowest id (stable sort)."""
+def restrict(
+    values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, cumsum: Cumsum = integer_cumsum
+) -> Tensor:
+    """Stages 4 to 6. values [R, V] float32; top_k [R] int64 (V: off), top_p [R] float64 (1: off), min_p [R]
+    float64 (0: off). Returns values with what may not be drawn at -inf. Border ties go to the lowest id
+    (stable sort)."""
     vocab = values.shape[-1]
     ordered, ids = values.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=values.device)
@@ -116,7 +124,8 @@ def restrict(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, cumsum
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row, best first, ties to the lowest id: ids [R, n] int64, values [R, n]."""
+    """The `count` largest logits of each row, best first, ties to the lowest id: ids [R, n] int64, values
+    [R, n]."""
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 ties with 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     low = torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)

@@ -1,8 +1,7 @@
 """Bodies of paged attention: query tiles over fixed key segments, and the fixed-order combine.
 
-A work item is (one tile of query rows of one sequence) x (segments [first, last)); kernels/attention.py has the plan's
-layout and says why no other row can change a bit.
-"""
+A work item is (one tile of query rows of one sequence) x (segments [first, last)); kernels/attention.py has
+the plan's layout and says why no other row can change a bit."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -29,27 +28,28 @@ def _page_rows(table, n0, limit, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASK
 
 
 @triton.jit
-def _update(scores, v, m, l, acc, scale):
-    """One online-softmax step in base 2. scores [M, N] raw products with -inf where masked; scale = ln-scale * log2 e.
+def _update(scores, v, m, den, acc, scale):
+    """One online-softmax step in base 2. scores [M, N] raw products with -inf where masked; scale =
+    ln-scale * log2 e.
 
-    Every product and sum is written out (tl.fma or separate roundings), so that all variants round alike. A tile whose
-    keys are all masked for a row changes nothing: alpha is 1, p is 0, and adding 0 is exact.
-    """
+    Every product and sum is written out (tl.fma or separate roundings), so that all variants round alike. A
+    tile whose keys are all masked for a row changes nothing: alpha is 1, p is 0, and adding 0 is exact."""
     m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
     alpha = tl.exp2(m - m_new)
     p = tl.exp2(tl.fma(scores, scale, -m_new[:, None]))
-    l = tl.fma(l, alpha, tl.sum(p, axis=1))
+    den = tl.fma(den, alpha, tl.sum(p, axis=1))
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    return m_new, l, acc
+    return m_new, den, acc
 
 
 @triton.jit
 def _tile(
-    q, k_src, v_src, table, head, n0, limit, pos, m, l, acc, scale,
+    q, k_src, v_src, table, head, n0, limit, pos, m, den, acc, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Scores and values of one key tile. MASKED tiles may reach past a row's position or past the written slots."""
+    """Scores and values of one key tile. MASKED tiles may reach past a row's position or past the written
+    slots."""
     if TMA:
         row = tl.load(table + n0 // PAGE) * PAGE + n0 % PAGE
         k = k_src.load([row, head * DIM])
@@ -73,28 +73,29 @@ def _tile(
     if MASKED:
         offs_n = n0 + tl.arange(0, BLOCK_N)
         scores = tl.where(offs_n[None, :] <= pos[:, None], scores, float("-inf"))
-    return _update(scores, v, m, l, acc, scale)
+    return _update(scores, v, m, den, acc, scale)
 
 
 @triton.jit
-def merge(m_a, l_a, acc_a, m_b, l_b, acc_b):
+def merge(m_a, den_a, acc_a, m_b, den_b, acc_b):
     """Adds segment b to the segments before it; the one formula of the fused and the split path."""
     m = tl.maximum(m_a, m_b)
     a = tl.exp2(m_a - m)
     b = tl.exp2(m_b - m)
-    l = tl.fma(l_a, a, l_b * b)
+    den = tl.fma(den_a, a, den_b * b)
     acc = tl.fma(acc_a, a[:, None], acc_b * b[:, None])
-    return m, l, acc
+    return m, den, acc
 
 
 @triton.jit
 def attention_kernel(
-    q, out, k_src, v_src, tables, items, item_count, part_acc, part_ml, scale,
+    q, out, k_src, v_src, tables, items, item_count, part_acc, part_md, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENT: tl.constexpr, PAGE: tl.constexpr,
     TMA: tl.constexpr
 ):  # fmt: skip
-    """Persistent over items x KV heads. q, out [T, HEADS, DIM]; caches [slots, KV_HEADS, DIM] (or descriptors)."""
+    """Persistent over items x KV heads. q, out [T, HEADS, DIM]; caches [slots, KV_HEADS, DIM] (or
+    descriptors)."""
     group: tl.constexpr = HEADS // KV_HEADS
     total = tl.load(item_count) * KV_HEADS
     offs_m = tl.arange(0, BLOCK_M)
@@ -113,39 +114,40 @@ def attention_kernel(
         mask = valid[:, None] & (offs_d < DIM)[None, :]
         queries = tl.load(q + at[:, None] + offs_d[None, :], mask=mask, other=0.0)
         m_all = tl.full([BLOCK_M], FLOOR, tl.float32)
-        l_all = tl.zeros([BLOCK_M], tl.float32)
+        den_all = tl.zeros([BLOCK_M], tl.float32)
         acc_all = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for segment in range(first_seg, last_seg):
             low = segment * SEGMENT
             high = min(low + SEGMENT, limit)
             full = max(low, min(high, (pos0 + 1) // BLOCK_N * BLOCK_N))
             m = tl.full([BLOCK_M], FLOOR, tl.float32)
-            l = tl.zeros([BLOCK_M], tl.float32)
+            den = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             for n0 in range(low, full, BLOCK_N):
-                m, l, acc = _tile(queries, k_src, v_src, table, head, n0, limit, pos, m, l, acc, scale,
+                m, den, acc = _tile(queries, k_src, v_src, table, head, n0, limit, pos, m, den, acc, scale,
                                   KV_HEADS, DIM, BLOCK_D, BLOCK_N, PAGE, TMA, False)  # fmt: skip
             for n0 in range(full, high, BLOCK_N):
-                m, l, acc = _tile(queries, k_src, v_src, table, head, n0, limit, pos, m, l, acc, scale,
+                m, den, acc = _tile(queries, k_src, v_src, table, head, n0, limit, pos, m, den, acc, scale,
                                   KV_HEADS, DIM, BLOCK_D, BLOCK_N, PAGE, TMA, True)  # fmt: skip
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
         if part < 0:
-            y = acc_all * (1.0 / l_all)[:, None]
+            y = acc_all * (1.0 / den_all)[:, None]
             tl.store(out + at[:, None] + offs_d[None, :], y.to(out.dtype.element_ty), mask=mask)
         else:
             slot = (part * KV_HEADS + head).to(tl.int64) * BLOCK_M + offs_m
             tl.store(part_acc + slot[:, None] * BLOCK_D + offs_d[None, :], acc_all)
-            tl.store(part_ml + slot * 2, m_all)
-            tl.store(part_ml + slot * 2 + 1, l_all)
+            tl.store(part_md + slot * 2, m_all)
+            tl.store(part_md + slot * 2 + 1, den_all)
 
 
 @triton.jit
 def combine_kernel(
-    out, items, item_count, part_acc, part_ml,
+    out, items, item_count, part_acc, part_md,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Persistent over (tiles that were split) x KV heads x row groups: merges the segments in ascending order."""
+    """Persistent over (tiles that were split) x KV heads x row groups: merges the segments in ascending
+    order."""
     group: tl.constexpr = HEADS // KV_HEADS
     pieces: tl.constexpr = BLOCK_M // ROWS
     total = tl.load(item_count) * KV_HEADS * pieces
@@ -157,16 +159,16 @@ def combine_kernel(
         row0, count = tl.load(item), tl.load(item + 1)
         part, segments = tl.load(item + 4), tl.load(item + 5)
         m_all = tl.full([ROWS], FLOOR, tl.float32)
-        l_all = tl.zeros([ROWS], tl.float32)
+        den_all = tl.zeros([ROWS], tl.float32)
         acc_all = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for segment in range(0, segments):
             slot = ((part + segment) * KV_HEADS + head).to(tl.int64) * BLOCK_M + offs_m
             acc = tl.load(part_acc + slot[:, None] * BLOCK_D + offs_d[None, :])
-            m = tl.load(part_ml + slot * 2)
-            l = tl.load(part_ml + slot * 2 + 1)
-            m_all, l_all, acc_all = merge(m_all, l_all, acc_all, m, l, acc)
+            m = tl.load(part_md + slot * 2)
+            den = tl.load(part_md + slot * 2 + 1)
+            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
         token = offs_m // group
         at = (row0 + token).to(tl.int64) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
         mask = (token < count)[:, None] & (offs_d < DIM)[None, :]
-        y = acc_all * (1.0 / l_all)[:, None]
+        y = acc_all * (1.0 / den_all)[:, None]
         tl.store(out + at[:, None] + offs_d[None, :], y.to(out.dtype.element_ty), mask=mask)

@@ -1,16 +1,16 @@
-"""Body of paged attention for many query rows on Hopper: one warp loads, two warpgroups compute 64 rows each.
+"""Body of paged attention for many query rows on Hopper: one warp loads, two warpgroups compute 64 rows
+each.
 
-The arithmetic, its order and its rounding are those of kernels/gpu/attention.py (`_update`, `merge`), on the same
-register layout (64 rows x 4 warps), so the bits are the same. What differs is who waits for whom: keys and values of a
-tile are loaded once for 128 rows, by a producer that runs ahead as far as the buffers reach, and the two warpgroups do
-not wait for each other, so that one's softmax runs while the other's products do.
-"""
+The arithmetic, its order and its rounding are those of kernels/gpu/attention.py (`_update`, `merge`), on
+the same register layout (64 rows x 4 warps), so the bits are the same. What differs is who waits for whom:
+keys and values of a tile are loaded once for 128 rows, by a producer that runs ahead as far as the buffers
+reach, and the two warpgroups do not wait for each other, so that one's softmax runs while the other's
+products do."""
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 from triton.experimental import gluon
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -19,12 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 FLOOR = gl.constexpr(-1.0e38)
 ITEM = gl.constexpr(8)
 HALF_M = gl.constexpr(64)
 MAX_REGISTERS = 168
-"""Per thread at launch: 65536 registers over 12 warps; the loader then gives most of its share to the others."""
+"""Per thread at launch: 65536 registers over 12 warps; the loader then gives most of its share to the
+others."""
 
 
 def descriptor(x, block):
@@ -54,7 +56,8 @@ def _load(desc, row, column, step, ready, empty, bufs, STAGES: gl.constexpr):
 @gluon.jit
 def _produce(
     k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
-    KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
+    KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    SEGMENT: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Loads the key and value tiles of every item in order, into a ring of STAGES buffers."""
@@ -73,7 +76,8 @@ def _produce(
             k_step += 1
             _load(v_desc, row, column, v_step, v_ready, v_empty, v_bufs, STAGES)
             v_step += 1
-        # the warpgroups start a tile's scores before the last one's softmax; past the end they need something to read
+        # the warpgroups start a tile's scores before the last one's softmax; past the end they need
+        # something to read
         _load(k_desc, row, column, k_step, k_ready, k_empty, k_bufs, STAGES)
         k_step += 1
 
@@ -89,8 +93,9 @@ def _scores(queries, k_step, k_ready, k_bufs, BLOCK_N: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def _softmax(scores, m, l, n0, pos, scale, acc_layout: gl.constexpr, MASKED: gl.constexpr):
-    """The online-softmax step of kernels/gpu/attention.py `_update`: (weights, factor for the sums so far, m, l)."""
+def _softmax(scores, m, den, n0, pos, scale, acc_layout: gl.constexpr, MASKED: gl.constexpr):
+    """The online-softmax step of kernels/gpu/attention.py `_update`: (weights, factor for the sums so far,
+    m, den)."""
     layout: gl.constexpr = scores.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     if MASKED:
@@ -103,16 +108,17 @@ def _softmax(scores, m, l, n0, pos, scale, acc_layout: gl.constexpr, MASKED: gl.
     shift = gl.convert_layout(-m_new, gl.SliceLayout(1, layout))[:, None]
     factor = gl.full(scores.shape, scale, gl.float32, layout)
     p = gl.exp2(gl.fma(scores, factor, shift.broadcast_to(scores.shape)))
-    l = gl.fma(l, alpha, gl.convert_layout(gl.sum(p, axis=1), row_layout))
-    return p, alpha, m_new, l
+    den = gl.fma(den, alpha, gl.convert_layout(gl.sum(p, axis=1), row_layout))
+    return p, alpha, m_new, den
 
 
 @gluon.jit
 def _step(
-    queries, weights, m, l, acc, n0, pos, scale, k_step, v_step, k_bufs, v_bufs, bars,
+    queries, weights, m, den, acc, n0, pos, scale, k_step, v_step, k_bufs, v_bufs, bars,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Adds the values of one tile, given its weights, and computes the weights of the next tile, which starts at n0.
+    """Adds the values of one tile, given its weights, and computes the weights of the next tile, which
+    starts at n0.
 
     The values' product runs on the matrix unit while the next softmax is computed.
     """
@@ -125,12 +131,12 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(k_step % STAGES))
-    p, alpha, m, l = _softmax(scores, m, l, n0, pos, scale, acc_layout, MASKED)
+    p, alpha, m, den = _softmax(scores, m, den, n0, pos, scale, acc_layout, MASKED)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(stage))
     weights = gl.convert_layout(p.to(queries.dtype), gl.DotOperandLayout(0, acc_layout, 2))
-    return weights, m, l, acc * alpha[:, None]
+    return weights, m, den, acc * alpha[:, None]
 
 
 @gluon.jit
@@ -138,7 +144,8 @@ def _last_step(
     queries, weights, acc, n0, limit, k_step, v_step, k_bufs, v_bufs, v_own, bars,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Adds the values of a segment's last tile (it starts at n0) and computes the raw scores of the tile after it."""
+    """Adds the values of a segment's last tile (it starts at n0) and computes the raw scores of the tile
+    after it."""
     k_ready, v_ready, k_empty, v_empty = bars
     stage = v_step % STAGES
     values = v_bufs.index(stage)
@@ -163,8 +170,9 @@ def _last_step(
 
 @gluon.jit
 def _consume(
-    q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_own, kept, bars,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
+    q, out, tables, items, part_acc, part_md, total, scale, k_bufs, v_bufs, v_own, kept, bars,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    SEGMENT: gl.constexpr,
     STAGES: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Rows [64 HALF, 64 HALF + 64) of every item's tile."""
@@ -172,7 +180,7 @@ def _consume(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    k_ready, v_ready, k_empty, v_empty = bars
+    k_ready, _v_ready, k_empty, _v_empty = bars
     k_step = 0
     v_step = 0
     for work in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -197,7 +205,7 @@ def _consume(
         valid = token < count
         pos = pos0 + gl.where(valid, token, 0)
         m_all = gl.full([HALF_M], FLOOR, gl.float32, row_layout)
-        l_all = gl.zeros([HALF_M], gl.float32, row_layout)
+        den_all = gl.zeros([HALF_M], gl.float32, row_layout)
         scores = _scores(queries, k_step, k_ready, k_bufs, BLOCK_N, STAGES)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         gl.thread_barrier()
@@ -208,17 +216,17 @@ def _consume(
             high = gl.minimum(low + SEGMENT, limit)
             full = gl.maximum(low, gl.minimum(high, (pos0 + 1) // BLOCK_N * BLOCK_N))
             m = gl.full([HALF_M], FLOOR, gl.float32, row_layout)
-            l = gl.zeros([HALF_M], gl.float32, row_layout)
+            den = gl.zeros([HALF_M], gl.float32, row_layout)
             acc = gl.zeros([HALF_M, DIM], gl.float32, acc_layout)
-            p, _, m, l = _softmax(scores, m, l, low, pos, scale, acc_layout, True)
+            p, _, m, den = _softmax(scores, m, den, low, pos, scale, acc_layout, True)
             weights = gl.convert_layout(p.to(q.dtype.element_ty), gl.DotOperandLayout(0, acc_layout, 2))
             for n0 in range(low + BLOCK_N, full, BLOCK_N):
-                weights, m, l, acc = _step(queries, weights, m, l, acc, n0, pos, scale, k_step, v_step,
+                weights, m, den, acc = _step(queries, weights, m, den, acc, n0, pos, scale, k_step, v_step,
                                            k_bufs, v_bufs, bars, BLOCK_N, STAGES, False)  # fmt: skip
                 k_step += 1
                 v_step += 1
             for n0 in range(gl.maximum(full, low + BLOCK_N), high, BLOCK_N):
-                weights, m, l, acc = _step(queries, weights, m, l, acc, n0, pos, scale, k_step, v_step,
+                weights, m, den, acc = _step(queries, weights, m, den, acc, n0, pos, scale, k_step, v_step,
                                            k_bufs, v_bufs, bars, BLOCK_N, STAGES, True)  # fmt: skip
                 k_step += 1
                 v_step += 1
@@ -235,42 +243,44 @@ def _consume(
             m_new = gl.maximum(m_all, m)
             a = gl.exp2(m_all - m_new)
             b = gl.exp2(m - m_new)
-            l_all = gl.fma(l_all, a, l * b)
+            den_all = gl.fma(den_all, a, den * b)
             sums = gl.fma(before, a[:, None].broadcast_to([HALF_M, DIM]), sums * b[:, None])
             m_all = m_new
             if segment + 1 < last_seg:
                 kept.store(sums)
             else:
-                _finish(out, part_acc, part_ml, m_all, l_all, sums, row0, token, head, offs_m, valid, part,
+                _finish(out, part_acc, part_md, m_all, den_all, sums, row0, token, head, offs_m, valid, part,
                         HEADS, KV_HEADS, DIM)  # fmt: skip
 
 
 @gluon.jit
 def _finish(
-    out, part_acc, part_ml, m, l, acc, row0, token, head, offs_m, valid, part,
+    out, part_acc, part_md, m, den, acc, row0, token, head, offs_m, valid, part,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Writes the rows' result, or the item's partial sums."""
     group: gl.constexpr = HEADS // KV_HEADS
     columns = gl.arange(0, DIM, gl.SliceLayout(0, acc.type.layout))[None, :]
     if part < 0:
-        y = (acc * (1.0 / l)[:, None]).to(out.dtype.element_ty)
+        y = (acc * (1.0 / den)[:, None]).to(out.dtype.element_ty)
         target = (row0 + token) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
         gl.store(out + target[:, None] + columns, y, mask=valid[:, None])
     else:
         slot = (part * KV_HEADS + head) * (2 * HALF_M) + offs_m
         gl.store(part_acc + slot[:, None] * DIM + columns, acc)
-        gl.store(part_ml + slot * 2, m)
-        gl.store(part_ml + slot * 2 + 1, l)
+        gl.store(part_md + slot * 2, m)
+        gl.store(part_md + slot * 2 + 1, den)
 
 
 @gluon.jit
 def attention_hopper_kernel(
-    q, out, k_desc, v_desc, tables, items, item_count, part_acc, part_ml, scale,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr, SEGMENT: gl.constexpr,
+    q, out, k_desc, v_desc, tables, items, item_count, part_acc, part_md, scale,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    SEGMENT: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over items x KV heads. Shapes as kernels/gpu/attention.py `attention_kernel`, tiles of 128 rows."""
+    """Persistent over items x KV heads. Shapes as kernels/gpu/attention.py `attention_kernel`, tiles of 128
+    rows."""
     layout: gl.constexpr = k_desc.layout
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)
@@ -292,10 +302,10 @@ def attention_hopper_kernel(
     bars = (k_ready, v_ready, k_empty, v_empty)
     total = gl.load(item_count) * KV_HEADS
     gl.warp_specialize([
-        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_low, kept_low, bars,
-                    HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 0)),
-        (_consume, (q, out, tables, items, part_acc, part_ml, total, scale, k_bufs, v_bufs, v_high, kept_high, bars,
-                    HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 1)),
+        (_consume, (q, out, tables, items, part_acc, part_md, total, scale, k_bufs, v_bufs, v_low, kept_low,
+                    bars, HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 0)),
+        (_consume, (q, out, tables, items, part_acc, part_md, total, scale, k_bufs, v_bufs, v_high, kept_high,
+                    bars, HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 1)),
         (_produce, (k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
                     KV_HEADS, DIM, BLOCK_N, SEGMENT, PAGE, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -1,4 +1,5 @@
-"""Bodies of the pointwise and row-reduction kernels: RMSNorm, SiLU-multiply, rotary + KV write, embedding rows."""
+"""Bodies of the pointwise and row-reduction kernels: RMSNorm, SiLU-multiply, rotary + KV write, embedding
+rows."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ def rms_norm_kernel(
     x, residual, weight, normed, new_residual, x_stride, eps, inv_width,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, KEEP_SUM: tl.constexpr
 ):  # fmt: skip
-    """One program per row; the order of the sum of squares is a function of BLOCK and the warp count alone."""
+    """One program per row; the order of the sum of squares is a function of BLOCK and the warp count
+    alone."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
@@ -62,7 +64,8 @@ def rotary_kernel(
 def kv_write_kernel(k, v, slots, k_cache, v_cache, k_stride, v_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
                     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows, HEADS). A value row that is not finite is stored as zeros with its key as NaN (kernels/kv_write.py)."""
+    """Grid (rows, HEADS). A value row that is not finite is stored as zeros with its key as NaN
+    (kernels/kv_write.py)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -80,7 +83,8 @@ def kv_write_kernel(k, v, slots, k_cache, v_cache, k_stride, v_stride, HEADS: tl
 
 @triton.jit
 def _normed(a, b, weight, d, mask, eps, inv_dim, HALF_DIM: tl.constexpr, dtype: tl.constexpr):
-    """RMSNorm over one head given as its two halves, rounded to dtype: the order of q/k norm in the decoder."""
+    """RMSNorm over one head given as its two halves, rounded to dtype: the order of q/k norm in the
+    decoder."""
     scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) * inv_dim + eps)[:, None]
     wa = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)[None, :]
     wb = tl.load(weight + HALF_DIM + d, mask=mask, other=0.0).to(tl.float32)[None, :]
@@ -93,7 +97,8 @@ def qkv_kernel(
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Grid (rows, head blocks over Q_HEADS + KV_HEADS): q/k norm, rotary, and the KV write, each rounded as apart.
+    """Grid (rows, head blocks over Q_HEADS + KV_HEADS): q/k norm, rotary, and the KV write, each rounded as
+    apart.
 
     A block holds HEADS_BLOCK heads of [queries, keys]; the block that rotates a key also copies its value.
     """

@@ -7,8 +7,9 @@ import os
 import torch
 
 STRICT = {"enable_fp_fusion": False}
-"""No silent a * b + c contraction: the compiler may fuse it in one variant of a kernel and not in another, and all
-variants of an operator must give the same bits. Where a fused multiply-add is wanted it is written as tl.fma."""
+"""No silent a * b + c contraction: the compiler may fuse it in one variant of a kernel and not in another,
+and all variants of an operator must give the same bits. Where a fused multiply-add is wanted it is written
+as tl.fma."""
 
 
 def interpreted() -> bool:

@@ -13,7 +13,8 @@ def matmul_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out = x W^T + b. One program per output tile; K is summed in ascending order into one float32 accumulator."""
+    """out = x W^T + b. One program per output tile; K is summed in ascending order into one float32
+    accumulator."""
     pid = tl.program_id(0)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     group = pid // (GROUP * tiles_n)

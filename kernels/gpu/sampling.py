@@ -1,4 +1,5 @@
-"""Bodies of the sampling kernels: per-row maximum, its lowest id and the log-sum; Gumbel noise and its argmax."""
+"""Bodies of the sampling kernels: per-row maximum, its lowest id and the log-sum; Gumbel noise and its
+argmax."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def stats_kernel(logits, part_max, part_id, part_sum, part_nan, vocab, stride, CHUNK: tl.constexpr):
-    """Grid (rows, chunks). Maximum, its lowest id, sum of exp(x - maximum) (float32 terms, float64 sum), NaN flag."""
+    """Grid (rows, chunks). Maximum, its lowest id, sum of exp(x - maximum) (float32 terms, float64 sum),
+    NaN flag."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
@@ -31,7 +33,18 @@ def stats_kernel(logits, part_max, part_id, part_sum, part_nan, vocab, stride, C
 
 @triton.jit
 def stats_combine_kernel(
-    logits, part_max, part_id, part_sum, part_nan, token, log_sum, logprob, bad, stride, chunks, BLOCK: tl.constexpr
+    logits,
+    part_max,
+    part_id,
+    part_sum,
+    part_nan,
+    token,
+    log_sum,
+    logprob,
+    bad,
+    stride,
+    chunks,
+    BLOCK: tl.constexpr,
 ):
     """Grid (rows). `bad` is 1 where the row holds NaN or its maximum is not finite."""
     row = tl.program_id(0).to(tl.int64)

@@ -1,10 +1,11 @@
-"""Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of kernels/cuda.py.
+"""Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of
+kernels/cuda.py.
 
-For each operator the providers are tried in order of speed and the first that passes at every step size is used: no
-bucket is dropped here, because a K-ordered provider exists for every operator. If none passes, CertificationFailed
-names the operator. Plants break one operator; `split-k` needs no code: start the process without the environment of
-kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)), and cuBLAS itself is the violation.
-"""
+For each operator the providers are tried in order of speed and the first that passes at every step size is
+used: no bucket is dropped here, because a K-ordered provider exists for every operator. If none passes,
+CertificationFailed names the operator. Plants break one operator; `split-k` needs no code: start the
+process without the environment of kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
+and cuBLAS itself is the violation."""
 
 from __future__ import annotations
 
@@ -61,9 +62,13 @@ class CudaSettings:
 
 @torch.inference_mode()
 def certify_cuda(
-    model: LoadedModel, settings: CudaSettings, plants: Iterable[str] = (), progress: Progress = lambda _: None
+    model: LoadedModel,
+    settings: CudaSettings,
+    plants: Iterable[str] = (),
+    progress: Progress = lambda _: None,
 ) -> Certificate:
-    """Runs every check. Raises CertificationFailed, CublasEnvironmentError, ValueError for an unknown plant."""
+    """Runs every check. Raises CertificationFailed, CublasEnvironmentError, ValueError for an unknown
+    plant."""
     plants = tuple(plants)
     for name in plants:
         if name not in PLANTS:
@@ -175,7 +180,8 @@ def _coarse_restrict(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 
 
 def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
-    """The operator at each of the model's real shapes, with the first layer's weights; inputs made on the device."""
+    """The operator at each of the model's real shapes, with the first layer's weights; inputs made on the
+    device."""
     c, w, layer = model.config, model.weights, model.weights.layers[0]
     device, dtype, eps = w.embed.device, model.dtype, c.rms_norm_eps
 

@@ -1,4 +1,5 @@
-"""Device versions of the checks that see a whole step: paged attention, and the model through a CUDA runner."""
+"""Device versions of the checks that see a whole step: paged attention, and the model through a CUDA
+runner."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ NAN = float("nan")
 Span = tuple[int, int, list[int]]
 """First position, number of rows, block table."""
 Attention = Callable[[Tensor, Tensor, Tensor, Sequence[Span], int | None], Tensor]
-"""attention(q [T, Hq, D], k [slots, Hk, D], v, spans, programs) -> [T, Hq, D] float32. `programs` overrides how much
-the planner thinks may run at once: few make it fuse segments, many make it split them."""
+"""attention(q [T, Hq, D], k [slots, Hk, D], v, spans, programs) -> [T, Hq, D] float32. `programs` overrides
+how much the planner thinks may run at once: few make it fuse segments, many make it split them."""
 
 
 def device_attention(shape: AttentionShape, device: torch.device) -> Attention:
@@ -30,7 +31,7 @@ def device_attention(shape: AttentionShape, device: torch.device) -> Attention:
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], programs: int | None) -> Tensor:
         engine.planner.programs = programs or usual
         start, count, tables = [list(x) for x in zip(*spans, strict=True)]
-        return engine.run(q, k, v, start, count, tables, torch.float32)  # type: ignore[arg-type]
+        return engine.run(q, k, v, start, count, tables, torch.float32)
 
     return run
 
@@ -59,7 +60,9 @@ def reads_dirty_tail(shape: AttentionShape, device: torch.device) -> Attention:
             row += count
             slot = (start + count) % shape.block_size
             if slot:
-                out[row - 1] += 0.0 * v[table[(start + count) // shape.block_size] * shape.block_size + slot, 0, 0]
+                out[row - 1] += (
+                    0.0 * v[table[(start + count) // shape.block_size] * shape.block_size + slot, 0, 0]
+                )
         return out
 
     return run
@@ -105,8 +108,8 @@ class _Probe:
 def check_attention_device(
     attention: Attention, shape: AttentionShape, dtype: torch.dtype, device: torch.device, tally: Tally
 ) -> Violation | None:
-    """Checks (d) and (e) on unrounded outputs: window borders, single rows, fused and split segments, companions of
-    many shapes and NaN, dirty slots. Probes of 40 and of two and a half segments."""
+    """Checks (d) and (e) on unrounded outputs: window borders, single rows, fused and split segments,
+    companions of many shapes and NaN, dirty slots. Probes of 40 and of two and a half segments."""
     for length in (40, 5 * shape.segment // 2):
         probe = _Probe.make(length, shape, dtype, device)
         whole: list[Span] = [(0, length, probe.table)]
@@ -119,12 +122,18 @@ def check_attention_device(
                 part = probe.queries[start : start + count]
                 for label, before, after in _arrangements(probe, length):
                     spans = [*before, (start, count, probe.table), *after]
-                    rows = [probe.queries[:n] for _, n, _ in before] + [part] + [probe.queries[:n] for _, n, _ in after]
+                    rows = (
+                        [probe.queries[:n] for _, n, _ in before]
+                        + [part]
+                        + [probe.queries[:n] for _, n, _ in after]
+                    )
                     at = sum(n for _, n, _ in before)
                     got = attention(torch.cat(rows), *cache, spans, programs)[at : at + count]
                     tally.rows += count
                     if not same_bits(got, want[start : start + count]):
-                        where = f"rows {start}..{start + count - 1} of {length}, {label}, unwritten slots {dirt}"
+                        where = (
+                            f"rows {start}..{start + count - 1} of {length}, {label}, unwritten slots {dirt}"
+                        )
                         check = "dirty memory" if got.isnan().any() else "window borders or companions"
                         return Violation("attention", check, where)
     return None
@@ -153,8 +162,8 @@ StepLogits = Callable[[int, list[SequenceRows]], Tensor]
 def check_model_device(
     step: StepLogits, kv: KVCache, buckets: Sequence[int], vocab_size: int, length: int, tally: Tally
 ) -> Violation | None:
-    """Check (f): logits of one prompt in one chunk, in ragged chunks, in steps of every bucket, beside companions (one
-    whose cached prefix is NaN), and over a warm prefix. The cache starts full of NaN."""
+    """Check (f): logits of one prompt in one chunk, in ragged chunks, in steps of every bucket, beside
+    companions (one whose cached prefix is NaN), and over a warm prefix. The cache starts full of NaN."""
     gen = torch.Generator().manual_seed(2)
     length = min(length, buckets[-1])
     tokens, other = (torch.randint(0, vocab_size, (length,), generator=gen).tolist() for _ in range(2))
@@ -171,7 +180,9 @@ def check_model_device(
             got = step(bucket, [rows(tokens, table, start, count)])
             tally.rows += count
             if not same_bits(got, want[start : start + count]):
-                return Violation("model", "chunking or step size", f"{count} rows at {start} in a step of {bucket}")
+                return Violation(
+                    "model", "chunking or step size", f"{count} rows at {start} in a step of {bucket}"
+                )
             start += count
         return None
 

@@ -1,8 +1,9 @@
-"""The canonical decoder forward on CUDA: llm42/models/decoder.py with fused kernels at the same rounding points.
+"""The canonical decoder forward on CUDA: llm42/models/decoder.py with fused kernels at the same rounding
+points.
 
-Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Everything is launched
-on the current stream and may be captured into a CUDA graph; work lists are read from device memory.
-"""
+Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Everything is
+launched on the current stream and may be captured into a CUDA graph; work lists are read from device
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from llm42.models.weights import LayerWeights, LoadedModel
 
 
 class CudaForward:
-    """Model, cache and attention bound together; `views` are bucket -> the device parts of its step layout."""
+    """Model, cache and attention bound together; `views` are bucket -> the device parts of its step
+    layout."""
 
     def __init__(
         self,

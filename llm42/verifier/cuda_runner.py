@@ -1,12 +1,13 @@
 """The canonical runner on CUDA: one graph per bucket, no host synchronisation inside a step.
 
-A step is: pack on the host -> one copy -> body graph of the bucket (all decoder layers) -> head graph of the number of
-logit rows (gather, lm_head, argmax and log-sum) -> sampling of the rows that need more -> one copy back. `begin`
-returns as soon as everything is queued, so that the next step is packed while this one runs; `finish` waits.
+A step is: pack on the host -> one copy -> body graph of the bucket (all decoder layers) -> head graph of
+the number of logit rows (gather, lm_head, argmax and log-sum) -> sampling of the rows that need more -> one
+copy back. `begin` returns as soon as everything is queued, so that the next step is packed while this one
+runs; `finish` waits.
 
-Memory: weights + KV (verifier.kv_tokens) + logits of the largest bucket + a work area that all graphs share. On a GPU
-that vLLM uses too, start this runner first and give vLLM the rest (its gpu_memory_utilization counts what is in use).
-"""
+Memory: weights + KV (verifier.kv_tokens) + logits of the largest bucket + a work area that all graphs
+share. On a GPU that vLLM uses too, start this runner first and give vLLM the rest (its
+gpu_memory_utilization counts what is in use)."""
 
 from __future__ import annotations
 
@@ -76,14 +77,10 @@ class CudaRunner:
             attention = TritonAttention(self.shape, device, PARTIALS)
             per_row = -(-max_len // kv.block_size)
             layouts = {b: Layout(b, b + PARTIALS, b * per_row) for b in buckets}
-            self._packers = {
-                b: StepPacker(x, attention.planner, kv.block_size) for b, x in layouts.items()
-            }
+            self._packers = {b: StepPacker(x, attention.planner, kv.block_size) for b, x in layouts.items()}
             self._host = HostBuffers(layouts.values())
             self._device = torch.zeros(layouts[buckets[-1]].total, dtype=torch.int32, device=device)
-            self._views: dict[int, dict[str, Tensor]] = {
-                b: x.views(self._device) for b, x in layouts.items()
-            }
+            self._views: dict[int, dict[str, Tensor]] = {b: x.views(self._device) for b, x in layouts.items()}
             self._forward = CudaForward(model, ops, kv, attention, self._views)
             self._hidden = torch.zeros(buckets[-1], config.hidden_size, dtype=model.dtype, device=device)
             self._logits = torch.empty(buckets[-1], config.vocab_size, dtype=torch.float32, device=device)
@@ -97,7 +94,8 @@ class CudaRunner:
                 self.capture()
         self.stream.synchronize()
 
-    # --- the contract ------------------------------------------------------------------------------------------
+    # --- the contract
+    # ------------------------------------------------------------------------------------------
 
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
         """Computes the rows of `sequences`, at most `bucket`, padded to exactly `bucket`."""
@@ -157,7 +155,8 @@ class CudaRunner:
             row += count
         return out
 
-    # --- device work -------------------------------------------------------------------------------------------
+    # --- device work
+    # -------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -218,10 +217,11 @@ class CudaRunner:
 
 
 def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionShape:
-    """The tiles this project uses on Hopper for a model and block size: tensor-map loads where the layout allows them.
+    """The tiles this project uses on Hopper for a model and block size: tensor-map loads where the layout
+    allows them.
 
-    The key tile alone sets the bits, and it is 64 everywhere: block sizes and tile heights do not change a result.
-    """
+    The key tile alone sets the bits, and it is 64 everywhere: block sizes and tile heights do not change a
+    result."""
     if block_size % 64 == 0 and dim in (64, 128) and heads // kv_heads <= 64:
         large, small = Tile(128, 4, 3, 1, "hopper"), Tile(64, 4, 3, 2, "tma")
     else:
@@ -271,6 +271,6 @@ def _memory_advice() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
-            "the verifier does not fit on the GPU: lower verifier.kv_tokens, the largest of verifier.buckets, or the "
-            f"memory given to other processes on this GPU ({error})"
+            "the verifier does not fit on the GPU: lower verifier.kv_tokens, the largest of "
+            f"verifier.buckets, or the memory given to other processes on this GPU ({error})"
         ) from error

@@ -1,8 +1,8 @@
-"""Rows that need more than a plain argmax: penalties, temperature, restriction, noise, alternatives (llm42/sampling.py).
+"""Rows that need more than a plain argmax: penalties, temperature, restriction, noise, alternatives
+(llm42/sampling.py).
 
-Works on device logits without waiting for the device: what the host must say (ids, counts, parameters) is copied in
-from pinned memory, results are copied out beside the greedy ones.
-"""
+Works on device logits without waiting for the device: what the host must say (ids, counts, parameters) is
+copied in from pinned memory, results are copied out beside the greedy ones."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ def _is_adjusted(params: SamplingParams) -> bool:
     )
 
 
-def sample_step_device(
-    logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict
-) -> list[Sampled]:
-    """llm42.sampling.sample_step on the device (certification, tests; a runner queues the same calls and waits later)."""
+def sample_step_device(logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict) -> list[Sampled]:
+    """llm42.sampling.sample_step on the device (certification, tests; a runner queues the same calls and
+    waits later)."""
     stats = row_stats(logits)
     rows = [i for i, d in enumerate(draws) if not is_plain(d.params)]
     draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed)
@@ -65,7 +64,8 @@ def sampled(token: int, logprob: float, bad: int, top: tuple[tuple[int, float], 
 def draw_rows(
     logits: Tensor, stats: RowStats, rows: list[int], asked: Sequence[Draw], narrowed: Restrict = restrict
 ) -> None:
-    """Overwrites token, logprob and bad of `rows` in `stats`. logits [R, V] float32; asked[i] describes rows[i]."""
+    """Overwrites token, logprob and bad of `rows` in `stats`. logits [R, V] float32; asked[i] describes
+    rows[i]."""
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         part, wanted = rows[begin : begin + ROWS_AT_ONCE], asked[begin : begin + ROWS_AT_ONCE]
         index = _device(part, torch.int64, logits)
@@ -77,7 +77,8 @@ def draw_rows(
 
 
 def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
-    """The `count` most likely ids of `rows` and their log-probabilities: two [len(rows), count] device tensors."""
+    """The `count` most likely ids of `rows` and their log-probabilities: two [len(rows), count] device
+    tensors."""
     ids, values = [], []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         index = _device(rows[begin : begin + ROWS_AT_ONCE], torch.int64, logits)
@@ -113,7 +114,8 @@ def _is_restricted(params: SamplingParams, vocab: int) -> bool:
 
 
 def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
-    """Stages 1 and 2 on a copy, as scattered updates of (row, id) pairs; pairs are unique, so no order exists."""
+    """Stages 1 and 2 on a copy, as scattered updates of (row, id) pairs; pairs are unique, so no order
+    exists."""
     values = raw.clone()
     repeat: list[tuple[int, int, float]] = []
     counted: list[tuple[int, int, float, float, float]] = []
@@ -130,22 +132,22 @@ def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
         if len(output) < p.min_tokens:
             banned += [(row, i, 0.0) for i in p.min_tokens_banned]
     if repeat:
-        at, (r,) = _pairs(repeat, values)
+        at, (factor,) = _pairs(repeat, values)
         picked = values[at]
-        values[at] = torch.where(picked > 0, picked / r, picked * r)
+        values[at] = torch.where(picked > 0, picked / factor, picked * factor)
     if counted:
-        at, (n, f, b) = _pairs(counted, values)
-        values[at] = values[at] - f * n - b
+        at, (number, frequency, presence) = _pairs(counted, values)
+        values[at] = values[at] - frequency * number - presence
     if bias:
-        at, (b,) = _pairs(bias, values)
-        values[at] = values[at] + b
+        at, (added,) = _pairs(bias, values)
+        values[at] = values[at] + added
     if banned:
         at, _ = _pairs(banned, values)
         values[at] = float("-inf")
     return values
 
 
-def _pairs(entries: list[tuple[int, int, float]] | list[tuple[int, int, float, float, float]], like: Tensor) -> tuple[
+def _pairs(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[
     tuple[Tensor, Tensor], list[Tensor]
 ]:  # fmt: skip
     table = _device(entries, torch.float64, like)  # ids are exact in float64

@@ -1,4 +1,5 @@
-"""One step's inputs as one flat int32 array: packed on the host, copied once, read at fixed offsets by the graphs."""
+"""One step's inputs as one flat int32 array: packed on the host, copied once, read at fixed offsets by the
+graphs."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class StepPacker:
         self._tables_at = layout.parts["tables"][0]
 
     def pack(self, host: dict[str, NDArray[np.int32]], bucket: int, sequences: list[SequenceRows]) -> Packed:
-        """Rows in the order of `sequences`, padded to `bucket` with rows that touch neither cache nor attention."""
+        """Rows in the order of `sequences`, padded to `bucket` with rows that touch neither cache nor
+        attention."""
         size = self.block_size
         count = np.array([s.count for s in sequences])
         start = np.array([s.start for s in sequences])
@@ -128,7 +130,8 @@ class StepPacker:
 
 
 class HostBuffers:
-    """A ring of pinned buffers: step k + 1 is packed while the copy of step k may still be reading its own."""
+    """A ring of pinned buffers: step k + 1 is packed while the copy of step k may still be reading its
+    own."""
 
     def __init__(self, layouts: Iterable[Layout], depth: int = 3) -> None:
         layouts = list(layouts)

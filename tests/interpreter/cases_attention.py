@@ -1,4 +1,5 @@
-"""Paged attention: against float64, and bit equality over companions, chunkings, splits, page sizes and dirty memory."""
+"""Paged attention: against float64, and bit equality over companions, chunkings, splits, page sizes and
+dirty memory."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Sequences:
         return paged_reference(q, self.k, self.v, [p[1] for p in parts], [p[2] for p in parts], tables, page)
 
 
-def _shape(heads: int = 4, kv_heads: int = 2, dim: int = 64, page: int = 16, block_n: int = 64) -> AttentionShape:
+def _shape(
+    heads: int = 4, kv_heads: int = 2, dim: int = 64, page: int = 16, block_n: int = 64
+) -> AttentionShape:
     return AttentionShape(heads, kv_heads, dim, page, block_n, LARGE, SMALL)
 
 
@@ -100,7 +103,9 @@ def test_pages_and_descriptors_change_nothing() -> None:
     a, b = (Sequences(_shape(page=page), [100]) for page in (16, 128))
     parts = [(0, 30, 70)]
     assert torch.equal(a.rows(parts), b.rows(parts))
-    assert torch.equal(b.rows(parts), b.rows(parts, large=replace(LARGE, load="tma"), small=replace(SMALL, load="tma")))
+    assert torch.equal(
+        b.rows(parts), b.rows(parts, large=replace(LARGE, load="tma"), small=replace(SMALL, load="tma"))
+    )
 
 
 def test_nan_of_a_companion_and_of_later_tokens_stays_away() -> None:
@@ -108,7 +113,10 @@ def test_nan_of_a_companion_and_of_later_tokens_stays_away() -> None:
     clean = s.rows([(0, 20, 40), (1, 20, 40)])
     page = torch.tensor(s.tables[1])
     slot = int(page[50 // 16]) * 16 + 50 % 16
-    s.k[slot], s.v[slot] = float("nan"), 0.0  # as kernels/kv_write.py stores a token whose value is not finite
+    s.k[slot], s.v[slot] = (
+        float("nan"),
+        0.0,
+    )  # as kernels/kv_write.py stores a token whose value is not finite
     dirty = s.rows([(0, 20, 40), (1, 20, 40)])
     assert torch.equal(clean[:70], dirty[:70]) and dirty[70:].isnan().all()
 

@@ -28,7 +28,18 @@ TRITON = {"linear": "triton", "lm_head": "triton"}
 
 def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
     config = ModelConfig(
-        "llama", VOCAB, HIDDEN, 192, 2, HEADS, KV_HEADS, DIM, 1e-5, RopeSettings(10000.0), 512, qk_norm=qk_norm
+        "llama",
+        VOCAB,
+        HIDDEN,
+        192,
+        2,
+        HEADS,
+        KV_HEADS,
+        DIM,
+        1e-5,
+        RopeSettings(10000.0),
+        512,
+        qk_norm=qk_norm,
     )
 
     def w(*shape: int) -> torch.Tensor:
@@ -40,7 +51,8 @@ def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
     rows = (HEADS + 2 * KV_HEADS) * DIM
     layers = [
         LayerWeights(
-            norm(HIDDEN), w(rows, HIDDEN), w(rows), norm(DIM) if qk_norm else None, norm(DIM) if qk_norm else None,
+            norm(HIDDEN), w(rows, HIDDEN), w(rows), norm(DIM) if qk_norm else None,
+            norm(DIM) if qk_norm else None,
             w(HIDDEN, HEADS * DIM), None, norm(HIDDEN), w(384, HIDDEN), None, w(HIDDEN, 192), None,
         )
         for _ in range(2)
@@ -55,8 +67,13 @@ def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
 def _widened(model: LoadedModel) -> LoadedModel:
     """The same weights as the CPU runner keeps them, in float32."""
     layers = [
-        LayerWeights(*(None if x is None else x.float() for x in (getattr(l, n) for n in l.__dataclass_fields__)))
-        for l in model.weights.layers
+        LayerWeights(
+            *(
+                None if x is None else x.float()
+                for x in (getattr(layer, n) for n in layer.__dataclass_fields__)
+            )
+        )
+        for layer in model.weights.layers
     ]
     w = model.weights
     wide = ModelWeights(w.embed.float(), layers, w.final_norm.float(), w.lm_head.float(), w.cos_sin)

@@ -1,4 +1,5 @@
-"""Elementwise, norm and product kernels against their float64 references, and bit equality where it is promised."""
+"""Elementwise, norm and product kernels against their float64 references, and bit equality where it is
+promised."""
 
 from __future__ import annotations
 
@@ -44,7 +45,10 @@ def _table(dim: int) -> torch.Tensor:
 def test_rotary_has_the_bits_of_plain_torch(dim: int) -> None:
     q, k = torch.randn(4, 6, dim).half(), torch.randn(4, 2, dim).half()
     positions = torch.tensor([0, 1, 7, 63])
-    got, want = rotary.rotary_triton(q, k, positions, _table(dim)), rotary.rotary_torch(q, k, positions, _table(dim))
+    got, want = (
+        rotary.rotary_triton(q, k, positions, _table(dim)),
+        rotary.rotary_torch(q, k, positions, _table(dim)),
+    )
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     _close(got[0], rotary.rotary_reference(q, k, positions, _table(dim))[0])
 
@@ -54,7 +58,10 @@ def test_fused_qkv_has_the_bits_of_its_parts(dim: int) -> None:
     rows, hq, hk, slots = 4, 6, 2, 8
     qkv = torch.randn(rows, (hq + 2 * hk) * dim).half()
     qkv[2, (hq + hk) * dim + 5] = float("inf")  # a value that is not finite
-    where, positions = torch.tensor([3, -1, 0, 6], dtype=torch.int32), torch.tensor([5, 6, 7, 8], dtype=torch.int32)
+    where, positions = (
+        torch.tensor([3, -1, 0, 6], dtype=torch.int32),
+        torch.tensor([5, 6, 7, 8], dtype=torch.int32),
+    )
     caches = [torch.full((slots, hk, dim), 7.0).half() for _ in range(6)]
     q_out = torch.empty(rows, hq, dim).half()
     kv_write.launch_qkv(qkv, q_out, caches[0], caches[1], positions, where, _table(dim), None, None, 1e-5)

@@ -48,7 +48,9 @@ def test_nan_and_all_masked_rows_are_flagged_alone() -> None:
 def test_gumbel_argmax_equals_the_row_sampler() -> None:
     x = _logits(6)
     seeds, positions = [0, 1, 2**40 + 7, -5, 2**63 - 1, 9], [1, 70000, 3, 2**33, 5, 6]
-    got = gumbel_argmax(x, torch.tensor(noise_keys(seeds, positions, [True] * 5 + [False]), dtype=torch.int32))
+    got = gumbel_argmax(
+        x, torch.tensor(noise_keys(seeds, positions, [True] * 5 + [False]), dtype=torch.int32)
+    )
     from llm42.noise import gumbel_row
 
     for row in range(5):
@@ -73,10 +75,23 @@ def test_a_float_scan_may_move_the_top_p_border() -> None:
     """Negative control: with float32 running sums the border depends on the order of the additions."""
 
     def float_scan(weight: torch.Tensor) -> torch.Tensor:
-        return weight.float().flip(-1).cumsum(-1).flip(-1).sub(weight.float()).neg().add(weight.float().sum()).long()
+        return (
+            weight.float()
+            .flip(-1)
+            .cumsum(-1)
+            .flip(-1)
+            .sub(weight.float())
+            .neg()
+            .add(weight.float().sum())
+            .long()
+        )
 
     x = torch.randn(8, VOCAB) * 0.01
-    args = (torch.full((8,), VOCAB), torch.full((8,), 0.5, dtype=torch.float64), torch.zeros(8, dtype=torch.float64))
+    args = (
+        torch.full((8,), VOCAB),
+        torch.full((8,), 0.5, dtype=torch.float64),
+        torch.zeros(8, dtype=torch.float64),
+    )
     assert not torch.equal(restrict(x, *args), restrict(x, *args, cumsum=float_scan))
     assert torch.equal(restrict(x, *args), restrict(x, *args, cumsum=integer_cumsum))
 

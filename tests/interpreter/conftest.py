@@ -1,4 +1,5 @@
-"""Runs only in a process started with TRITON_INTERPRET=1 (tests/unit/test_triton_interpreter.py starts it)."""
+"""Runs only in a process started with TRITON_INTERPRET=1 (tests/unit/test_triton_interpreter.py starts
+it)."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def _widen(handle: Any) -> Any:
 
 
 def _ordered_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """K in ascending order for every output element, as the matrix unit does: numpy's own product goes through a BLAS
-    whose order depends on the number of rows."""
+    """K in ascending order for every output element, as the matrix unit does: numpy's own product goes
+    through a BLAS whose order depends on the number of rows."""
     wide_a, wide_b, total = _widen(a), _widen(b), d.data.copy()
     for k in range(wide_a.shape[1]):
         total += wide_a[:, k : k + 1] * wide_b[k : k + 1]

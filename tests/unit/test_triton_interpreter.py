@@ -1,4 +1,5 @@
-"""Runs tests/interpreter in processes of their own: Triton's interpreter is chosen when Triton is imported."""
+"""Runs tests/interpreter in processes of their own: Triton's interpreter is chosen when Triton is
+imported."""
 
 from __future__ import annotations
 
