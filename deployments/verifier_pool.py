@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from deployments.verifier_actor import VerifierActor, VerifierStatus
+from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
 from llm42.metrics import VERIFIERS_READY, Metrics
 from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
@@ -65,6 +66,7 @@ def get_or_create(name: str, settings: Settings) -> Any:
     env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
     if settings.model.device == "cuda":
+        env |= CUBLAS_ENVIRONMENT  # read when CUDA starts: it must be there before the actor is
         options["num_gpus"] = 0.1
     actor = ray.remote(VerifierActor).options(
         name=name,

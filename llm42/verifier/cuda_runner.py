@@ -73,7 +73,7 @@ class CudaRunner:
         )
         device = kv.keys.device
         self.stream = torch.cuda.Stream(device)
-        with _memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
+        with memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
             attention = TritonAttention(self.shape, device, PARTIALS)
             per_row = -(-max_len // kv.block_size)
             layouts = {b: Layout(b, b + PARTIALS, b * per_row) for b in buckets}
@@ -266,7 +266,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _memory_advice() -> Iterator[None]:
+def memory_advice() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

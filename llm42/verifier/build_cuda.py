@@ -1,0 +1,51 @@
+"""The CUDA half of llm42/verifier/build.py: certification and runner of a model on a GPU.
+
+The process must be started with the environment of kernels.linear.CUBLAS_ENVIRONMENT. Memory: weights, KV
+(verifier.kv_tokens), logits of the largest bucket and a work area. Beside vLLM on one GPU start the verifier
+first: vLLM's gpu_memory_utilization counts what is already in use, so that it takes the rest and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kernels import cuda
+from llm42.cache import BlockPool, KVCache
+from llm42.config import Settings
+from llm42.models.weights import LoadedModel
+from llm42.verifier.certify import Certificate, Progress
+from llm42.verifier.plan import Runner
+
+
+def on_cuda(model: LoadedModel) -> bool:
+    """Whether the model's weights are on a GPU."""
+    return model.device.startswith("cuda")
+
+
+def certify_on_cuda(
+    settings: Settings, model: LoadedModel, plants: Iterable[str], progress: Progress
+) -> Certificate:
+    """Raises CertificationFailed, CublasEnvironmentError; ValueError for an unknown plant."""
+    from llm42.verifier.certify_cuda import CudaSettings, certify_cuda
+
+    v = settings.verifier
+    return certify_cuda(
+        model, CudaSettings(v.buckets, v.block_size, settings.model.max_model_len), plants, progress
+    )
+
+
+def cuda_runner(
+    settings: Settings, model: LoadedModel, certificate: Certificate, name: str
+) -> tuple[Runner, BlockPool]:
+    """The runner with the certified providers, and its block pool. Raises OutOfDeviceMemory."""
+    from llm42.verifier.cuda_runner import CudaRunner, memory_advice
+
+    v, c = settings.verifier, model.config
+    blocks = -(-v.kv_tokens // v.block_size)
+    ops = cuda.cuda_operators({op: p for op, p in certificate.providers.items() if op in cuda.PROVIDERS})
+    with memory_advice():
+        kv = KVCache(
+            c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype, model.device
+        )
+    runner = CudaRunner(model, ops, kv, certificate.buckets, settings.model.max_model_len)
+    return runner, BlockPool(blocks, v.block_size, root=name.encode())
