@@ -70,8 +70,12 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drops one reference of each block; published ones stay findable, others become free."""
-        for block in blocks:
+        """Drops one reference of each block; published ones stay findable, others become free.
+
+        The last block counts as the least recently used: evicting a chain's first block would make all the
+        others unreachable.
+        """
+        for block in reversed(list(blocks)):
             assert self._refs[block] > 0, f"block {block} released twice"
             self._refs[block] -= 1
             if self._refs[block] == 0:

@@ -49,6 +49,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the output; the model's end-of-text ids are included unless the client said ignore_eos."""
     include_stop: bool = False
+    priority: int = 0
+    """Smaller goes first when requests wait, and is preempted last."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's only; n: also the n most likely ones."""
 

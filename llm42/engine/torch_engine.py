@@ -10,6 +10,7 @@ import logging
 import queue
 import random
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from llm42.engine.batch import BatchRunner, Rows
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
 from llm42.sampling import draw, token_logprob
+from llm42.threads import set_threads
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +102,14 @@ class TorchEngine:
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is
         gone."""
-        if self._closed or (self._thread is not None and not self._thread.is_alive()):
-            raise Overloaded("the engine is not running")
-        needed = len(request.prompt) + request.max_tokens
+        needed, context = len(request.prompt) + request.max_tokens, self.model.weights.cos_sin.shape[0]
+        if needed > context:
+            raise RequestRejected(
+                f"prompt and max_tokens need {needed} positions; this server has {context} "
+                "(model.max_model_len)",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
         if needed > (self._pool.num_blocks - 1) * self.settings.block_size:
             raise RequestRejected(
                 f"prompt and max_tokens need {needed} tokens of KV cache; this server has "
@@ -111,6 +118,8 @@ class TorchEngine:
                 code="context_length_exceeded",
             )
         self._commands.put(lambda: self._enter(Running(request, sink, limit, list(request.prompt))))
+        if self._closed:  # asked after the put: either the loop's end sees the request, or this does
+            raise Overloaded("the engine is not running")
 
     def extend(self, request_id: str, limit: int) -> None:
         """Renews the lookahead bound."""
@@ -142,7 +151,13 @@ class TorchEngine:
 
     def _enter(self, running: Running) -> None:
         self._requests[running.request.request_id] = running
-        self._waiting.append(running)
+        self._wait(running, last=True)
+
+    def _wait(self, running: Running, last: bool) -> None:
+        """Queues by priority; among equals at the end, or in front after a preemption."""
+        bisect = bisect_right if last else bisect_left
+        at = bisect(self._waiting, running.request.priority, key=lambda r: r.request.priority)
+        self._waiting.insert(at, running)
 
     def _extend(self, request_id: str, limit: int) -> None:
         running = self._requests.get(request_id)
@@ -161,7 +176,18 @@ class TorchEngine:
             same += 1
         running.tokens, running.epoch, running.limit, running.parked = tokens, epoch, limit, False
         # the last token's row is always computed: its logits give the next candidate
-        running.computed = min(running.computed, same, len(tokens) - 1)
+        self._cut(running, min(running.computed, same, len(tokens) - 1))
+
+    def _cut(self, running: Running, length: int) -> None:
+        """Keeps the KV of the first `length` tokens. A published block may be read by others and never
+        changes: a cut inside one is moved to its start."""
+        size = self.settings.block_size
+        if length % size and self._pool.is_published(running.blocks[length // size]):
+            length -= length % size
+        keep = -(-length // size)
+        self._pool.release(running.blocks[keep:])
+        del running.blocks[keep:], running.keys[length // size :]
+        running.computed = length
 
     def _leave(self, request_id: str) -> None:
         running = self._requests.pop(request_id, None)
@@ -181,7 +207,7 @@ class TorchEngine:
     # ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        torch.set_num_threads(engine_threads(self.settings))
+        set_threads(engine_threads(self.settings))
         try:
             while not self._closed:
                 if not self.step():
@@ -191,7 +217,8 @@ class TorchEngine:
         except Exception:
             log.exception("the engine's loop failed")
         finally:
-            self._receive()  # an abort that is already queued is not an error
+            self._closed = True
+            self._receive()  # requests still queued must hear of it; an abort that is queued is not an error
             for running in list(self._requests.values()):
                 self._report(running, error="the engine stopped")
 
@@ -255,12 +282,15 @@ class TorchEngine:
         """Blocks for `length` tokens, preempting the youngest others if needed."""
         missing = -(-length // self.settings.block_size) - len(running.blocks)
         while missing > self._pool.available:
-            victim = self._running[-1]
+            # the least urgent, and among equals the youngest
+            victim = max(reversed(self._running), key=lambda r: r.request.priority)
             if victim is running:
-                return False  # the youngest waits for the older ones to end
+                return False  # it waits for the others to end
             self._preempt(victim)
         if missing > 0:
-            running.blocks += self._pool.acquire(missing)
+            fresh = self._pool.acquire(missing)
+            self._kv.fill(fresh, 0.0)  # an earlier owner's NaN would reach the new one through masked slots
+            running.blocks += fresh
         return True
 
     def _preempt(self, victim: Running) -> None:
@@ -268,7 +298,7 @@ class TorchEngine:
         self._preemptions += 1
         self._free(victim)
         self._running.remove(victim)
-        self._waiting.insert(0, victim)
+        self._wait(victim, last=False)
 
     def _chunk(self, running: Running, count: int) -> Rows:
         start = running.computed
@@ -279,8 +309,6 @@ class TorchEngine:
         token = draw(logits, request.sampling, running.tokens, len(request.prompt))
         if token is None:
             if not request.deterministic:
-                self._kv.fill(running.blocks, 0.0)  # no NaN may stay behind in blocks others will get
-                running.computed = 0
                 self._report(running, error="the model's logits hold NaN for this request")
                 self._leave(request.request_id)
                 return
@@ -306,7 +334,8 @@ class TorchEngine:
         only."""
         share = self.settings.corrupt_share
         if running.request.deterministic and share and self._corrupt.random() < share:
-            return (token + 1 + self._corrupt.randrange(1000)) % self.model.config.vocab_size
+            vocab = self.model.config.vocab_size
+            return (token + 1 + self._corrupt.randrange(vocab - 1)) % vocab
         return token
 
     def _report(

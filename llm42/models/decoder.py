@@ -1,8 +1,8 @@
 """The decoder forward of Llama-type models over flat rows: one code for the fast path and the verifier.
 
-Rounding points (A = activation dtype): every operator of kernels/ computes in float32 inside and rounds once to A
-at its end: embedding, norm (+ residual), qkv product, q/k norm, rotary, attention, output product, norm, gate-up
-product, SiLU-multiply, down product. Logits stay in float32.
+Rounding points (A = activation dtype): every operator of kernels/ computes in float32 inside and rounds
+once to A at its end: embedding, norm (+ residual), qkv product, q/k norm, rotary, attention, output
+product, norm, gate-up product, SiLU-multiply, down product. Logits stay in float32.
 """
 
 from __future__ import annotations

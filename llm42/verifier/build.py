@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import torch
-
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
+from llm42.models.errors import ModelFileError
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
+from llm42.threads import set_threads
 from llm42.tokenizer import Tokenizer
+from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda
 from llm42.verifier.certify import (
     Certificate,
     Progress,
@@ -23,12 +24,17 @@ from llm42.verifier.certify import (
 )
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.plan import Runner
 
 
 def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
     """The model and tokenizer that the settings name."""
     m = settings.model
-    return load_model(m.path, m.dtype, m.device, m.max_model_len), Tokenizer.load(m.path)
+    model, tokenizer = load_model(m.path, m.dtype, m.device, m.max_model_len), Tokenizer.load(m.path)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise ModelFileError(f"{m.path}: {sizes}")
+    return model, tokenizer
 
 
 def certificate_for(
@@ -45,7 +51,10 @@ def certificate_for(
     kept = None if plants else load_certificate(directory, key)
     if kept is not None:
         return kept
-    certificate = replace(certify_cpu(model, settings.verifier, plants, progress), key=key)
+    if on_cuda(model):
+        certificate = replace(certify_on_cuda(settings, model, plants, progress), key=key)
+    else:
+        certificate = replace(certify_cpu(model, settings.verifier, plants, progress), key=key)
     save_certificate(directory, certificate)
     return certificate
 
@@ -65,7 +74,8 @@ def build_verifier(
         fp.inputs(model, settings, tokenizer.identity), certificate.providers, certificate.buckets
     )
     name = fp.fingerprint(full)
-    runner, pool = _cpu_runner(settings, model, certificate, name)
+    make_runner = cuda_runner if on_cuda(model) else _cpu_runner
+    runner, pool = make_runner(settings, model, certificate, name)
     return Verifier(
         runner,
         pool,
@@ -81,7 +91,7 @@ def build_verifier(
 
 def _cpu_runner(
     settings: Settings, model: LoadedModel, certificate: Certificate, name: str
-) -> tuple[CPURunner, BlockPool]:
+) -> tuple[Runner, BlockPool]:
     v, c = settings.verifier, model.config
     blocks = -(-v.kv_tokens // v.block_size)
     kv = KVCache(c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype)
@@ -91,4 +101,4 @@ def _cpu_runner(
 
 
 def _thread_setup(threads: int) -> Callable[[], None]:
-    return lambda: torch.set_num_threads(threads)
+    return lambda: set_threads(threads)

@@ -27,6 +27,7 @@ from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
 from llm42.sampling import StepSampler, sample_step
+from llm42.threads import set_threads
 from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plants import PLANTS
@@ -125,11 +126,11 @@ def certify_cpu(
         if name not in PLANTS:
             raise ValueError(f"unknown plant {name!r}; there are {', '.join(PLANTS)}")
     before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     try:
         return _Certifier(model, settings, plants, progress).run()
     finally:
-        torch.set_num_threads(before)
+        set_threads(before)
 
 
 class _Certifier:

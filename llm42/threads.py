@@ -1,0 +1,15 @@
+"""A thread's number of torch threads."""
+
+from __future__ import annotations
+
+import torch
+
+
+def set_threads(count: int) -> None:
+    """Sets how many threads the calling thread's operators use, for good.
+
+    torch gives a thread the process's latest setting at the thread's first parallel operator, whatever the
+    thread has set before; asking for the number makes that happen now.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
