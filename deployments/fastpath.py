@@ -36,14 +36,11 @@ class FastPath:
     def _build(self) -> tuple[Any, Any]:
         from llm42.driver import Generator
         from llm42.engine.torch_engine import TorchEngine
-        from llm42.models.load import load_model
-        from llm42.tokenizer import Tokenizer
+        from llm42.verifier.build import load_for
 
-        model = self._settings.model
-        loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
+        loaded, tokenizer = load_for(self._settings)
         engine = TorchEngine(loaded, self._settings.engine)
         engine.start()
-        tokenizer = Tokenizer.load(model.path)
         return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta | LLM42Error, None]:

@@ -8,9 +8,7 @@ from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.torch_engine import TorchEngine
 from llm42.local import LocalVerifier
-from llm42.models.load import load_model
-from llm42.tokenizer import Tokenizer
-from llm42.verifier.build import build_verifier
+from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
 
 
@@ -21,10 +19,9 @@ class Embedded:
         self, settings: Settings, deterministic: bool = True, progress: Callable[[str], None] = lambda _: None
     ) -> None:
         """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
-        model = settings.model
         progress("Loading the model")
-        loaded = load_model(model.path, model.dtype, model.device, model.max_model_len)
-        self.settings, self.tokenizer = settings, Tokenizer.load(model.path)
+        loaded, self.tokenizer = load_for(settings)
+        self.settings = settings
         self.verifier: Verifier | None = None
         if deterministic:
             progress("Certifying")
