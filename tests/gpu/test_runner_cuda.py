@@ -3,11 +3,14 @@ request."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import SMALL_64, SMALL_96, SMALL_QK, random_model
+from kernels.attention import Tile, TritonAttention
 from kernels.cuda import cuda_operators
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
@@ -38,19 +41,16 @@ def test_random_steps_change_no_bit(config: ModelConfig, block: int) -> None:
 
 
 def test_broken_attention_is_noticed_by_random_steps() -> None:
-    """Negative control: a segment length that follows the bucket."""
+    """Negative control: another key tile in every bucket but the largest."""
     runner = _runner(SMALL_64, 64, graphs=False)
     forward, kept = runner._forward, runner._forward.attention
-    from dataclasses import replace
-
-    from kernels.attention import TritonAttention
-
-    other = TritonAttention(replace(kept.shape, segment=128), torch.device("cuda"), 8)
+    tiles = {"large": Tile(128, 8, 2, 1), "small": Tile(64, 4, 2, 2)}
+    other = TritonAttention(replace(kept.shape, block_n=32, **tiles), torch.device("cuda"), 8)
     body = forward.body
 
     def switching(rows: int, variant: str, hidden: torch.Tensor) -> None:
         forward.attention = kept if rows == BUCKETS[-1] else other
-        body(rows, variant.replace("c", ""), hidden)
+        body(rows, variant, hidden)
 
     forward.body = switching  # type: ignore[method-assign]
     found = random_steps(runner, runner.kv, SMALL_64.vocab_size, 250, 2, 60)
