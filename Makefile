@@ -10,6 +10,8 @@ MODEL := .models/.smollm2
 # torch is pinned in constraints.txt. Where pip finds a CPU wheel first (a wheel folder, an index of your own) that one
 # is taken; else the default CUDA build, which runs on a CPU too but is larger.
 TORCH ?= torch==2.13.0
+# A CUDA build of torch brings the Triton it was made with; a CPU build brings none, and the interpreter tests need one.
+TRITON ?= triton==3.6.0
 
 CONFIG ?= serve_config.yaml
 # The full comparison, 20 prompts of 128 tokens, takes about three times as long: make DEMO_ARGS= demo
@@ -44,6 +46,7 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing packages into $(VENV) (a few minutes the first time) ..."
 	$(BIN)/python -m pip install --quiet -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TRITON)'
 	@touch $@
 
 $(MODEL): | $(INSTALLED)

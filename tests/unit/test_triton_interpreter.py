@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
 CASES = Path(__file__).parents[1] / "interpreter"
 
 
