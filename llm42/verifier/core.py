@@ -1,7 +1,9 @@
 """The verifier: packs windows of many requests and prompt chunks into canonical steps and answers with
 commits.
 
-One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. Answers are a function of
+One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. A pipelined runner gets the
+next step before the one that runs is settled, but only when a full step is waiting: else the next step is
+better planned afterwards, with what has arrived by then. Answers are a function of
 the window's tokens and sampling alone; the queue, the packing and the cache decide only when they come.
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, Overloaded, VerifierUnavailable, VerifyTimings, Window
 from llm42.sampling import Sampled
-from llm42.verifier.plan import Runner, SequenceRows
+from llm42.verifier.plan import PipelinedRunner, Runner, SequenceRows
 from llm42.verifier.sequences import Sequence, SequenceStore
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ Answer = Commit | Failure
 
 @dataclass(slots=True)
 class Job:
-    """One window on its way through the verifier; rows [next, end) are still to be computed."""
+    """One window on its way through the verifier; rows [next, end) are still to be computed, and those
+    before `issued` are in a step that runs."""
 
     window: Window
     future: Future[Answer]
@@ -39,14 +42,27 @@ class Job:
     started: float = 0.0
     sequence: Sequence | None = None
     next: int = 0
+    issued: int = 0
     cached: int = 0
     released: bool = False
+    abandoned: bool = False
     sampled: list[Sampled] = field(default_factory=list)
 
     @property
     def end(self) -> int:
         """One past the last position to compute."""
         return len(self.window.tokens) + len(self.window.candidates)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that a pipelined runner has queued."""
+
+    plan: list[tuple[Job, int]]
+    pending: Any
+    rows: int
+    bucket: int
+    began: float
 
 
 @dataclass(slots=True)
@@ -89,6 +105,8 @@ class Verifier:
     ) -> None:
         self.fingerprint, self.manifest = fingerprint, manifest or {}
         self._runner, self._pool = runner, pool
+        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
+        self._flight: Flight | None = None
         self._store = SequenceStore(pool, runner.copy_block)
         self._buckets, self._max_len, self._vocab_size = tuple(buckets), max_len, vocab_size
         self._max_waiting = max_waiting
@@ -99,6 +117,7 @@ class Verifier:
         self._on_thread_start = on_thread_start
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._settled = 0.0
 
     # ---- front, any thread
     # -------------------------------------------------------------------------------------
@@ -173,6 +192,8 @@ class Verifier:
         while not self._closed:
             if not self.step():
                 self._receive(self._inbox.get())
+        if self._flight is not None:
+            self._land(self._flight)
         self._drain()
         for job in (*self._active, *self._waiting):
             job.future.set_exception(VerifierUnavailable("the verifier was closed"))
@@ -182,21 +203,51 @@ class Verifier:
         self._drain()
         self._admit()
         plan = self._plan()
-        if not plan:
-            return False
         rows = sum(count for _, count in plan)
-        bucket = next(b for b in self._buckets if b >= rows)
-        began = time.monotonic()
-        try:
-            results = self._runner.step(bucket, [_rows(job, count) for job, count in plan])
-        except Exception as error:
-            log.exception("a verifier step failed; its windows may be retried")
-            self._abandon([job for job, _ in plan], error)
+        before, self._flight = self._flight, None
+        if before is not None and rows < self._buckets[-1]:
+            self._land(before)
             return True
-        self._count(rows, bucket, time.monotonic() - began)
+        if plan:
+            self._launch(plan, rows)
+        if before is not None:
+            self._land(before)
+        return bool(plan)
+
+    def _launch(self, plan: list[tuple[Job, int]], rows: int) -> None:
+        bucket = next(b for b in self._buckets if b >= rows)
+        began, sequences = time.monotonic(), [_rows(job, count) for job, count in plan]
+        for job, count in plan:
+            job.issued += count
+        try:
+            if self._pipelined is not None:
+                pending = self._pipelined.begin(bucket, sequences)
+                self._flight = Flight(plan, pending, rows, bucket, began)
+                return
+            results = self._runner.step(bucket, sequences)
+        except Exception as error:
+            self._abandon(plan, error)
+            return
+        self._settle(plan, results, rows, bucket, began)
+
+    def _land(self, flight: Flight) -> None:
+        assert self._pipelined is not None
+        try:
+            results = self._pipelined.finish(flight.pending)
+        except Exception as error:
+            self._abandon(flight.plan, error)
+            return
+        self._settle(flight.plan, results, flight.rows, flight.bucket, flight.began)
+
+    def _settle(
+        self, plan: list[tuple[Job, int]], results: list[list[Sampled]], rows: int, bucket: int, began: float
+    ) -> None:
+        now = time.monotonic()
+        self._count(rows, bucket, now - max(began, self._settled))
+        self._settled = now
         for (job, count), sampled in zip(plan, results, strict=True):
-            self._advance(job, count, sampled)
-        return True
+            if not job.abandoned:
+                self._advance(job, count, sampled)
 
     def _drain(self) -> None:
         while not self._inbox.empty():
@@ -224,21 +275,22 @@ class Verifier:
                 self._store.discard(sequence)
                 continue
             job.sequence, job.started = sequence, time.monotonic()
-            job.next = job.cached = sequence.computed
+            job.next = job.issued = job.cached = sequence.computed
             self._active.append(job)
 
     def _plan(self) -> list[tuple[Job, int]]:
         """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest
         prompt."""
         budget = self._buckets[-1]
-        short = [j for j in self._active if j.end - j.next <= budget // 2]
-        long = [j for j in self._active if j.end - j.next > budget // 2]
+        waiting = [j for j in self._active if j.issued < j.end]
+        short = [j for j in waiting if j.end - j.issued <= budget // 2]
+        long = [j for j in waiting if j.end - j.issued > budget // 2]
         reserve = budget // 4 if long else 0
         plan: dict[int, tuple[Job, int]] = {}
         for job in (*short, *long):
             room = budget - sum(count for _, count in plan.values()) - (reserve if job in short else 0)
             if room > 0:
-                plan[id(job)] = (job, min(job.end - job.next, room))
+                plan[id(job)] = (job, min(job.end - job.issued, room))
         return list(plan.values())
 
     def _advance(self, job: Job, count: int, sampled: list[Sampled]) -> None:
@@ -284,9 +336,13 @@ class Verifier:
             )
         )
 
-    def _abandon(self, jobs: list[Job], error: Exception) -> None:
-        for job in jobs:
+    def _abandon(self, plan: list[tuple[Job, int]], error: Exception) -> None:
+        log.error("a verifier step failed; its windows may be retried", exc_info=error)
+        for job, _ in plan:
+            if job.abandoned:
+                continue
             assert job.sequence is not None
+            job.abandoned = True
             self._active.remove(job)
             self._store.discard(job.sequence)
             self._stats.failures += 1
@@ -304,7 +360,7 @@ def _rows(job: Job, count: int) -> SequenceRows:
     assert job.sequence is not None
     return SequenceRows(
         tokens=job.sequence.tokens,
-        start=job.next,
+        start=job.issued,
         count=count,
         block_table=job.sequence.blocks,
         first_logit=len(job.window.tokens) - 1,

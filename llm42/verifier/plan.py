@@ -4,12 +4,12 @@ CUDA)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from llm42.protocol import SamplingParams
 from llm42.sampling import Sampled
 
-__all__ = ["Runner", "Sampled", "SequenceRows"]
+__all__ = ["PipelinedRunner", "Runner", "Sampled", "SequenceRows"]
 
 
 @dataclass(slots=True)
@@ -42,4 +42,17 @@ class Runner(Protocol):
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one KV block (all layers): used when a sequence leaves a published block half way."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner that takes the next step while one runs. Steps are computed in the order of `begin`."""
+
+    def begin(self, bucket: int, sequences: list[SequenceRows]) -> Any:
+        """Queues a step and returns at once; arguments as `step`."""
+        ...
+
+    def finish(self, pending: Any) -> list[list[Sampled]]:
+        """Waits for a step that `begin` queued; the oldest first. At most two may be in flight."""
         ...
