@@ -44,7 +44,7 @@ class VerifierSettings(_Section):
 
     kv_tokens: int = Field(16384, gt=0, description="KV cache of a verifier, in tokens")
     block_size: int = Field(16, gt=0)
-    buckets: tuple[int, ...] = Field((8, 16, 32, 64, 128), description="step sizes, in rows")
+    buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), description="step sizes, in rows")
     threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
     max_waiting: int = Field(
         256, gt=0, description="windows that may wait; beyond it the verifier says overloaded"
