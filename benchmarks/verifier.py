@@ -1,11 +1,12 @@
 """The canonical verifier on one GPU: parts that each write a JSON file, and the result assembled from them.
 
-    python -m benchmarks.verifier PART... --dir DIR      parts: steps attention certify invariance smollm2
-    vllm fa3 python -m benchmarks.verifier assemble --dir DIR     writes DIR/h200-verifier.json
-    (benchmarks/results keeps a copy)
+    python -m benchmarks.verifier PART... --dir DIR     writes DIR/PART.json
+    python -m benchmarks.verifier assemble --dir DIR    writes DIR/h200-verifier.json
 
+Parts: steps attention scheduler certify invariance smollm2 vllm fa3. benchmarks/results keeps the last result.
 Needs CUBLASLT_WORKSPACE_SIZE=0 CUBLAS_WORKSPACE_CONFIG=:0:0. `smollm2` needs the model (SMOLLM2, a GGUF
-file) and transformers; `vllm` and `fa3` need vLLM. What is measured and how: benchmarks/NOTES.md."""
+file) and transformers; `vllm` and `fa3` need vLLM. What is measured and how: benchmarks/NOTES.md.
+"""
 
 from __future__ import annotations
 
@@ -152,6 +153,14 @@ def smollm2() -> dict[str, Any]:
     return out
 
 
+def scheduler() -> dict[str, Any]:
+    """Rows per second through the verifier's queue, scheduler and cache."""
+    from benchmarks.verifier_scheduler import rows_per_second
+
+    model = random_model(LLAMA_8B)
+    return rows_per_second(model, runner_for(model, 300_000))
+
+
 def vllm() -> dict[str, Any]:
     """vLLM's decode step with the same model shape, 64 and 256 sequences at context 512."""
     from benchmarks.verifier_vllm import decode_steps
@@ -167,7 +176,7 @@ def fa3() -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (steps, attention, certify, invariance, smollm2, vllm, fa3)
+    f.__name__: f for f in (steps, attention, scheduler, certify, invariance, smollm2, vllm, fa3)
 }
 
 

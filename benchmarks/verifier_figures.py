@@ -29,6 +29,10 @@ def assemble(directory: Path) -> None:
             figures[f"decode_{n}_over_vllm"] = Figure(
                 parts["vllm"][str(n)]["step_ms"] / ours, "ratio", None, "higher"
             )
+    if "scheduler" in parts:
+        through = parts["scheduler"]["two in flight"]
+        figures["scheduled_tok_s"] = Figure(through["window_rows_s"], "rows/s", None, "higher")
+        figures["scheduled_prefill_tok_s"] = Figure(through["prefill_rows_s"], "rows/s", None, "higher")
     if "certify" in parts:
         figures["certify_8b_s"] = Figure(parts["certify"]["8b"]["seconds"], "s", 60)
     report(NAME, figures, parts, directory)

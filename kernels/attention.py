@@ -5,8 +5,8 @@ Layout: q, out [T, Hq, D]; k_cache, v_cache [slots, Hk, D] with slot = block * b
 sequence has a block table. A row at position p attends to the keys 0..p of its own sequence.
 
 Reduction order, the same for every row whatever the step:
-1. Keys are cut into segments at absolute multiples of SEGMENT, a segment into tiles at absolute multiples
-of BLOCK_N.
+1. Keys are cut into segments at absolute multiples of SEGMENT, a segment into tiles at absolute
+   multiples of BLOCK_N.
 2. Inside a segment, tiles in ascending order: online softmax in base 2, float32, from an empty state.
    Inside a tile, the matrix unit's order over D and over keys, and the warp's fixed order for the row
    maximum and sum.

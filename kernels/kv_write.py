@@ -6,8 +6,9 @@ zeros, and its key as NaN. Every row that attends to it then gets NaN through it
 an earlier row, for which the score is masked, multiplies its zero weight with a finite value: without this,
 0 * NaN would let a token change rows before it.
 
-`fused` (launch_qkv) does q/k norm, rotary and the write in one kernel, with the same rounding points and
-bits as the separate operators."""
+`launch_qkv` does q/k norm, rotary and the write in one kernel with the rounding points of the separate
+operators, and with their bits (a q/k norm sums its squares in an order of its own).
+"""
 
 from __future__ import annotations
 

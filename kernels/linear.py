@@ -3,21 +3,19 @@
 CPU: activations are widened to float32, the product runs in float32 on float32 weights, and is rounded
 once to the activation dtype. Providers, fastest first:
 
-`mkl`      one sgemm over all rows. A closed library: it is row-invariant only where certification finds it so
-           (it groups row counts into classes that differ from machine to machine).
+`mkl`      one sgemm over all rows. A closed library: it is row-invariant only where certification finds
+           it so (it groups row counts into classes that differ from machine to machine).
 `mkl-tile` sgemm calls of exactly TILE_ROWS rows, the last one padded with zeros: the call's shape never
-changes, so
-           only a row's place in the tile could matter.
+           changes, so only a row's place in the tile could matter.
 `row`      one sgemv-shaped call per row: the same call for every row whatever the step.
 
 CUDA: 16-bit operands, float32 accumulator, one rounding. Providers, fastest first:
 
 `cublas`   one library product, with split-K ruled out by an environment without workspace
-(CUBLAS_ENVIRONMENT). Which
-           kernel a shape picks is the library's choice: certification compares the bits.
+           (CUBLAS_ENVIRONMENT). Which kernel a shape picks is the library's choice: certification compares
+           the bits.
 `triton`   K in ascending order into one accumulator per output element: row-invariant by construction, and
-with any
-           tile size the same bits as `cublas` where that sums K in order too.
+           with any tile size the same bits as `cublas` where that sums K in order too.
 """
 
 from __future__ import annotations

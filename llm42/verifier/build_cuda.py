@@ -7,6 +7,7 @@ first: vLLM's gpu_memory_utilization counts what is already in use, so that it t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 from kernels import cuda
@@ -15,6 +16,8 @@ from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.verifier.certify import Certificate, Progress
 from llm42.verifier.plan import Runner
+
+log = logging.getLogger(__name__)
 
 
 def on_cuda(model: LoadedModel) -> bool:
@@ -41,6 +44,8 @@ def cuda_runner(
     from llm42.verifier.cuda_runner import CudaRunner, memory_advice
 
     v, c = settings.verifier, model.config
+    if v.block_size % 64:
+        log.warning("verifier.block_size %d: multiples of 64 make attention faster on a GPU", v.block_size)
     blocks = -(-v.kv_tokens // v.block_size)
     ops = cuda.cuda_operators({op: p for op, p in certificate.providers.items() if op in cuda.PROVIDERS})
     with memory_advice():

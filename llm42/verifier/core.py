@@ -3,8 +3,8 @@ commits.
 
 One thread owns everything. `step()` is the whole loop: admit, plan, run, settle. A pipelined runner gets the
 next step before the one that runs is settled, but only when a full step is waiting: else the next step is
-better planned afterwards, with what has arrived by then. Answers are a function of
-the window's tokens and sampling alone; the queue, the packing and the cache decide only when they come.
+better planned afterwards, with what has arrived by then. Answers are a function of the window's tokens and
+sampling alone; the queue, the packing and the cache decide only when they come.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def _wishes(
                 Draw(s.sampling, s.tokens[: position + 1], s.prompt_len, s.num_logprobs)
                 for position in range(first, first + count)
             ]
-        if s.num_logprobs > 0:
+        if s.num_logprobs > 0 and count:  # a prompt chunk has no logit rows yet
             tops.setdefault(s.num_logprobs, []).extend(range(row, row + count))
         row += count
     return general, asked, tops

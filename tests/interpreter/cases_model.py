@@ -18,6 +18,7 @@ from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, sample_row
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.cuda_forward import CudaForward
+from llm42.verifier.cuda_runner import _wishes
 from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sample_step_device
 from llm42.verifier.cuda_step import Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
@@ -174,3 +175,15 @@ def test_a_nan_row_is_flagged_and_its_neighbour_untouched() -> None:
     draw_rows(logits, stats, [0], [Draw(PARAMS[1], [1, 2], 1, 0)])
     assert stats.bad.tolist() == [1, 0]
     assert torch.equal(stats.log_sum[1], clean.log_sum[1])
+
+
+def test_a_prompt_chunk_asks_for_nothing_and_later_rows_find_their_place() -> None:
+    greedy, warm = SamplingParams(), SamplingParams(temperature=1.0)
+    chunk = SequenceRows(list(range(60)), 0, 20, [0, 1], 40, 41, warm, 2)
+    last = SequenceRows(list(range(60)), 30, 12, [2, 3, 4], 40, 41, warm, 2)
+    plain = SequenceRows(list(range(9)), 5, 3, [5], 0, 6, greedy, 0)
+    assert _wishes([chunk]) == ([], [], {})
+    general, asked, tops = _wishes([chunk, plain, last])
+    assert general == [3, 4], "rows 0 to 2 are the greedy sequence's"
+    assert [len(d.history) for d in asked] == [41, 42]
+    assert tops == {2: [3, 4]}
