@@ -3,7 +3,7 @@
     python -m benchmarks.verifier PART... --dir DIR     writes DIR/PART.json
     python -m benchmarks.verifier assemble --dir DIR    writes DIR/h200-verifier.json
 
-Parts: steps attention scheduler certify invariance smollm2 vllm fa3. benchmarks/results keeps the last result.
+Parts: steps attention scheduler certify invariance smollm2 vllm fa3. Last result: benchmarks/results.
 Needs CUBLASLT_WORKSPACE_SIZE=0 CUBLAS_WORKSPACE_CONFIG=:0:0. `smollm2` needs the model (SMOLLM2, a GGUF
 file) and transformers; `vllm` and `fa3` need vLLM. What is measured and how: benchmarks/NOTES.md.
 """
