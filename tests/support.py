@@ -1,0 +1,344 @@
+"""What the protocol and unit tests share: a tiny random model on disk, the parts of a service around it, the
+oracle, and the comparison that every guarantee is judged by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from kernels.cpu import cpu_operators
+from kernels.linear import batch_dependent
+from llm42.cache import BlockPool, KVCache
+from llm42.config import Settings
+from llm42.driver import Generator, VerifierClient
+from llm42.engine.torch_engine import TorchEngine
+from llm42.local import LocalVerifier
+from llm42.models.weights import LoadedModel
+from llm42.protocol import (
+    Commit,
+    FinishReason,
+    Request,
+    RequestStats,
+    SamplingParams,
+    TokenLogprob,
+    Window,
+)
+from llm42.threads import set_threads
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.build import certificate_for, load_for
+from llm42.verifier.certify import Certificate, canonical_set
+from llm42.verifier.core import Verifier
+from llm42.verifier.cpu_runner import CPURunner
+
+VOCAB = 512
+END = 0
+"""The tiny model's end-of-text id."""
+SPECIAL = ("<|end|>", "<|begin|>")
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+}
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
+PENALISED = SamplingParams(
+    temperature=0.8,
+    seed=5,
+    repetition_penalty=1.3,
+    presence_penalty=0.6,
+    frequency_penalty=0.4,
+    logit_bias=((17, 2.5), (300, -4.0)),
+    min_tokens=9,
+    min_tokens_banned=tuple(range(256)),
+)
+
+
+def write_model(directory: Path) -> Path:
+    """A random Llama and a byte-level BPE tokenizer as a Hugging Face directory; the same bytes every
+    time."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    save_file(_tensors(), directory / "model.safetensors")
+    _backend().save(str(directory / "tokenizer.json"))
+    names = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[1]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return directory
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    gen = torch.Generator().manual_seed(42)
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    q_rows, kv_rows = 4 * CONFIG["head_dim"], 2 * CONFIG["head_dim"]
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=gen) * gain / columns**0.5
+
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCAB, hidden, generator=gen)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        shapes = {
+            # sharp attention: what a token attends to must matter, or a wrong cache would go unnoticed
+            "self_attn.q_proj": (q_rows, hidden, 2.5),
+            "self_attn.k_proj": (kv_rows, hidden, 2.5),
+            "self_attn.v_proj": (kv_rows, hidden, 1.5),
+            "self_attn.o_proj": (hidden, q_rows, 2.0),
+            "mlp.gate_proj": (inner, hidden, 1.5),
+            "mlp.up_proj": (inner, hidden, 1.5),
+            "mlp.down_proj": (hidden, inner, 1.5),
+        }
+        for name, shape in shapes.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = matrix(*shape)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=gen)
+    tensors["model.norm.weight"] = 1 + 0.1 * torch.randn(hidden, generator=gen)
+    tensors["lm_head.weight"] = matrix(VOCAB, hidden, 2.0)
+    return tensors
+
+
+def _backend() -> tokenizers.Tokenizer:
+    """512 tokens: two special ones, 256 bytes, and 254 pairs of letters, so that text is often readable."""
+    letters = "etaoinshrdlucmfwypvb"
+    pairs = [(a, b) for a in letters for b in letters][: VOCAB - 258]
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+    vocab |= {a + b: 258 + i for i, (a, b) in enumerate(pairs)}
+    backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=pairs))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An output: what must be equal, with `==`. Log-probabilities are compared with the alternatives asked
+    for."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    text: str
+    finish: FinishReason | None
+    stats: RequestStats = field(default_factory=RequestStats, compare=False)
+
+
+def differences(got: Answer, want: Answer) -> list[str]:
+    """In which ways an output is not the oracle's; an output that goes on too long or ends early counts."""
+    found = []
+    for name in ("tokens", "logprobs"):
+        a, b = getattr(got, name), getattr(want, name)
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if at is not None:
+            found.append(f"{name}[{at}]: {a[at]} instead of {b[at]}")
+        if len(a) != len(b):
+            found.append(f"{len(a)} {name} instead of {len(b)}")
+    if got.text != want.text:
+        found.append(f"text {got.text!r} instead of {want.text!r}")
+    if got.finish != want.finish:
+        found.append(f"finish {got.finish} instead of {want.finish}")
+    return found
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """The calling thread's torch threads, as a verifier's thread sets its own."""
+    before = torch.get_num_threads()
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+@dataclass
+class Lab:
+    """The tiny model with its certificate, and what is made of it. Everything it starts is closed by
+    `close`."""
+
+    settings: Settings
+    model: LoadedModel
+    tokenizer: Tokenizer
+    certificate: Certificate
+    answers: dict[Request, Answer] = field(default_factory=dict)
+    parts: list[TorchEngine | Verifier] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, directory: Path) -> Lab:
+        """Writes, loads and certifies the model."""
+        settings = Settings.load(
+            {
+                "model": {"path": str(write_model(directory)), "name": "tiny", "max_model_len": 768},
+                "engine": {"threads": 1, "kv_tokens": 8192},
+                "verifier": {"certificate_dir": str(directory), "kv_tokens": 8192},
+            }
+        )
+        model, tokenizer = load_for(settings)
+        return cls(settings, model, tokenizer, certificate_for(settings, model, tokenizer))
+
+    def verifier(
+        self,
+        kv_tokens: int = 8192,
+        buckets: Sequence[int] | None = None,
+        plants: Sequence[str] = (),
+        model: LoadedModel | None = None,
+        dirt: float | None = None,
+        wrap: Callable[[CPURunner], Any] = lambda runner: runner,
+    ) -> Verifier:
+        """A verifier with a cache of its own, not started. `dirt` fills the whole cache beforehand; plants
+        break its operators; `wrap` may put a test's runner around the real one."""
+        model, size = model or self.model, self.settings.verifier.block_size
+        c, blocks = model.config, -(-kv_tokens // size)
+        kv = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, model.dtype)
+        if dirt is not None:
+            kv.fill(range(blocks), dirt)
+        parts = canonical_set(self.certificate.providers, plants)
+        steps = tuple(buckets or self.certificate.buckets)
+        runner = CPURunner(model, parts.ops, kv, steps, parts.attention, parts.sampler)
+        verifier = Verifier(
+            wrap(runner),
+            BlockPool(blocks, size, root=b"tiny"),
+            buckets=steps,
+            max_len=self.settings.model.max_model_len,
+            vocab_size=c.vocab_size,
+            fingerprint="tiny",
+            on_thread_start=lambda: set_threads(self.settings.verifier.threads),
+        )
+        self.parts.append(verifier)
+        return verifier
+
+    def engine(self, model: LoadedModel | None = None, start: bool = True, **changes: Any) -> TorchEngine:
+        """An engine whose products depend on the batch, as GPU libraries' do, on every machine."""
+        settings = self.settings.engine.model_copy(update=changes)
+        engine = TorchEngine(model or self.model, settings, batch_dependent(cpu_operators()))
+        self.parts.append(engine)
+        return engine.start() if start else engine
+
+    def generator(
+        self, engine: TorchEngine, verifier: Verifier | VerifierClient | None, **session: Any
+    ) -> Generator:
+        """A driver; keyword arguments change the session's settings."""
+        changed = self.settings.session.model_copy(update=session)
+        settings = self.settings.model_copy(update={"session": changed, "engine": engine.settings})
+        client = LocalVerifier(verifier) if isinstance(verifier, Verifier) else verifier
+        return Generator(engine, self.tokenizer, settings, client)
+
+    def oracle(self, request: Request) -> Answer:
+        """The verifier decoding alone, one token at a time, with a cold cache: written without the session,
+        the driver and OutputText."""
+        plain = replace(request, request_id="oracle", deterministic=True)
+        if plain not in self.answers:
+            self.answers[plain] = self._decode_alone(plain)
+        return self.answers[plain]
+
+    def _decode_alone(self, request: Request) -> Answer:
+        verifier = self.verifier(1024)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish = None
+        text = ""
+        with torch_threads(self.settings.verifier.threads):
+            while finish is None:
+                commit = answer_of(verifier, window_of(request, tokens))
+                assert isinstance(commit, Commit), commit
+                tokens.append(commit.next_token)
+                logprobs += commit.logprobs
+                finish = _ended(request, tokens)
+                # "replace" turns a character that is not complete yet into U+FFFD: wait for its end
+                text = self.tokenizer.decode(tokens)
+                cut = _first_stop(text, request)
+                if cut is not None:
+                    finish, text = FinishReason.STOP, text[:cut]
+        shown = tuple(logprobs) if request.num_logprobs is not None else ()
+        return Answer(tuple(tokens), shown, text, finish)
+
+    def close(self) -> None:
+        """Ends every thread started through the lab since the last call."""
+        for part in self.parts:
+            part.close()
+        self.parts.clear()
+
+
+def _ended(request: Request, tokens: list[int]) -> FinishReason | None:
+    if tokens[-1] in request.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= request.max_tokens else None
+
+
+def _first_stop(text: str, request: Request) -> int | None:
+    """Where the text ends because of a stop string, or None."""
+    found = [(text.find(s), s) for s in request.stop if s in text]
+    if not found:
+        return None
+    at, stop = min(found)
+    return at + (len(stop) if request.include_stop else 0)
+
+
+def window_of(request: Request, output: Sequence[int], candidates: Sequence[int] = ()) -> Window:
+    """The window that asks for what follows `output`, with candidates for it."""
+    return Window(
+        request.request_id,
+        (*request.prompt, *output),
+        len(request.prompt),
+        tuple(candidates),
+        request.sampling,
+        request.num_logprobs or 0,
+    )
+
+
+def answer_of(verifier: Verifier, window: Window) -> Any:
+    """Steps a verifier that has no thread until the window is answered."""
+    future = verifier.submit(window)
+    while not future.done():
+        verifier.step()
+    return future.result()
+
+
+async def collect(generator: Generator, request: Request) -> Answer:
+    """One whole output through the driver."""
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    text, finish, stats = "", None, RequestStats()
+    async for delta in generator.generate(request):
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+        text += delta.text
+        finish, stats = delta.finish_reason, delta.stats or stats
+    return Answer(tuple(tokens), tuple(logprobs), text, finish, stats)
+
+
+def prompt_of(seed: int, length: int) -> tuple[int, ...]:
+    """Random token ids, no special ones."""
+    gen = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(2, VOCAB, (length,), generator=gen).tolist())
+
+
+def request_of(
+    name: str,
+    seed: int,
+    length: int = 20,
+    max_tokens: int = 48,
+    sampling: SamplingParams = SAMPLED,
+    **more: Any,
+) -> Request:
+    """A deterministic request with log-probabilities and two alternatives."""
+    base = Request(name, prompt_of(seed, length), max_tokens, sampling, True, num_logprobs=2)
+    return replace(base, **more)
