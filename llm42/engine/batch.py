@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.operators import Operators
@@ -83,9 +84,12 @@ class _Attention:
         keys, values = self.kv.gather(layer, self.tables)  # [B, S, Hk, D]
         batch, _, kv_heads, dim = keys.shape
         grouped = q.float().view(batch, kv_heads, -1, dim) * self.scale
+        heads = grouped.shape[2]
+        # products of fewer than 4 rows are another class of bits than those of the verifier's tiles
+        grouped = F.pad(grouped, (0, 0, 0, max(0, 4 - heads)))
         scores = grouped @ keys.float().permute(0, 2, 3, 1) + self.mask
         mixed: Tensor = scores.softmax(-1) @ values.float().permute(0, 2, 1, 3)
-        return mixed.reshape(batch, -1).to(q.dtype)
+        return mixed[:, :, :heads].reshape(batch, -1).to(q.dtype)
 
     def _chunk(self, layer: int, q: Tensor, table: Tensor, start: int) -> Tensor:
         count, _, dim = q.shape
