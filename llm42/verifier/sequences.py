@@ -55,6 +55,11 @@ class SequenceStore:
         self._cut(sequence, valid)
         split = valid % self.pool.block_size != 0 and self.pool.is_published(sequence.blocks[-1])
         missing = self._blocks_for(window) - len(sequence.blocks) + split
+        if split and missing > self.pool.num_blocks - len(sequence.blocks):
+            # no room ever for the copy beside its original: compute the block anew
+            valid -= valid % self.pool.block_size
+            self._cut(sequence, valid)
+            split, missing = False, self._blocks_for(window) - len(sequence.blocks)
         if not self._make_room(missing):
             self._keep(sequence)
             return None
