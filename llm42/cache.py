@@ -182,6 +182,11 @@ class KVCache:
         self.keys[:, list(blocks)] = value
         self.values[:, list(blocks)] = value
 
+    def clear_tail(self, block: int, begin: int) -> None:
+        """Zeroes one block's slots from `begin` on."""
+        self.keys[:, block, begin:] = 0.0
+        self.values[:, block, begin:] = 0.0
+
 
 def slot_ids(block_table: Sequence[int], start: int, count: int, block_size: int) -> list[int]:
     """Cache slots of positions [start, start + count)."""

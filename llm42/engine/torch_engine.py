@@ -187,6 +187,9 @@ class TorchEngine:
         keep = -(-length // size)
         self._pool.release(running.blocks[keep:])
         del running.blocks[keep:], running.keys[length // size :]
+        if length % size:
+            # NaN after a refused candidate would reach the kept rows through masked slots
+            self._kv.clear_tail(running.blocks[-1], length % size)
         running.computed = length
 
     def _leave(self, request_id: str) -> None:
