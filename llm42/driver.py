@@ -25,6 +25,7 @@ from llm42.protocol import (
     LLM42Error,
     Overloaded,
     Request,
+    RequestRejected,
     TokenLogprob,
     VerificationFailed,
     VerifierUnavailable,
@@ -98,6 +99,14 @@ class Generator:
     async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
         if self.verifier is None:
             raise VerifierUnavailable("this replica has no verifier")
+        needed, room = len(request.prompt) + request.max_tokens, self.settings.verifier.kv_tokens
+        if needed > room:
+            raise RequestRejected(
+                f"prompt and max_tokens need {needed} tokens of KV cache; a verifier has {room}"
+                " (verifier.kv_tokens)",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
         drive = _Drive(self, request, text)
         try:
             async with aclosing(drive.run()) as deltas:

@@ -80,10 +80,10 @@ class Session:
             return []
         assert start == self._fast, f"fast path skipped from output token {self._fast} to {start}"
         self.stats.candidate_tokens += len(tokens)
-        for token in tokens:
+        for index, token in enumerate(tokens):
             if self._fast < len(self.committed):  # a bonus token came before the fast path's own
                 if token != self.committed[self._fast]:
-                    return [self._roll_back(lost=1)]
+                    return [self._roll_back(lost=len(tokens) - index)]
             else:
                 self.proposed.append(token)
             self._fast += 1
@@ -121,6 +121,11 @@ class Session:
         if commit.request_id != window.request_id or commit.base != len(window.tokens):
             raise ValueError(
                 f"commit for {commit.request_id}@{commit.base} does not answer this session's window"
+            )
+        if not 0 <= commit.accepted == len(commit.logprobs) - 1 <= len(window.candidates):
+            raise ValueError(
+                f"a commit of {commit.accepted} candidates with {len(commit.logprobs)} log-probabilities does"
+                f" not answer a window of {len(window.candidates)}"
             )
         self.in_flight, self.last_commit = None, now
         accepted, sent = commit.accepted, len(window.candidates)

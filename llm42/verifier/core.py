@@ -148,6 +148,8 @@ class Verifier:
             future.set_result(refusal)
         else:
             self._inbox.put(Job(window, future, time.monotonic()))
+            if self._closed:  # asked after the put: either the thread's end sees the job, or this does
+                raise VerifierUnavailable("the verifier is closed")
         return future
 
     def verify(self, windows: Seq[Window]) -> list[Answer]:
@@ -188,15 +190,21 @@ class Verifier:
     # ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self._on_thread_start()
-        while not self._closed:
-            if not self.step():
-                self._receive(self._inbox.get())
-        if self._flight is not None:
-            self._land(self._flight)
-        self._drain()
-        for job in (*self._active, *self._waiting):
-            job.future.set_exception(VerifierUnavailable("the verifier was closed"))
+        try:
+            self._on_thread_start()
+            while not self._closed:
+                if not self.step():
+                    self._receive(self._inbox.get())
+            if self._flight is not None:
+                self._land(self._flight)
+        except Exception:
+            log.exception("the verifier's loop failed")
+        finally:
+            self._closed = True
+            self._drain()
+            for job in (*self._active, *self._waiting):
+                if job.future.running() or job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(VerifierUnavailable("the verifier was closed"))
 
     def step(self) -> bool:
         """One canonical step; False when there is nothing to do."""
@@ -265,7 +273,10 @@ class Verifier:
         while self._waiting:
             job = self._waiting[0]
             if job.released or job.future.cancelled():
-                self._waiting.popleft().future.cancel()
+                self._waiting.popleft()
+                # not cancelled: a late release of an earlier try must not end a live request
+                if job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(VerifierUnavailable("released while its window was waiting"))
                 continue
             sequence = self._store.admit(job.window)
             if sequence is None:
