@@ -36,14 +36,17 @@ class RayBackend:
         A replica that is full says so before any token; the request is then offered again, because Serve
         routes by queue lengths that may be out of date, and another replica may have room.
         """
+        sent = False
         for attempt in range(ADMISSION_TRIES):
             try:
                 async with aclosing(self._try(request)) as deltas:
                     async for delta in deltas:
+                        sent = True
                         yield delta
                 return
             except Overloaded:
-                if attempt + 1 == ADMISSION_TRIES:
+                # never again from the start once tokens have left: a stream takes nothing back
+                if sent or attempt + 1 == ADMISSION_TRIES:
                     raise
                 await asyncio.sleep(ADMISSION_PAUSE_S)
 

@@ -220,7 +220,8 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> tuple[tuple[
     """Pairs in rising id order, so that the JSON object's order cannot matter."""
     pairs: dict[int, float] = {}
     for key, value in (given or {}).items():
-        if not (key.isascii() and key.isdecimal() and int(key) < vocab_size) or int(key) in pairs:
+        known = key.isascii() and key.isdecimal() and len(key) <= 10 and int(key) < vocab_size
+        if not known or int(key) in pairs:
             raise RequestRejected(
                 f"logit_bias: '{key}' is not a token id of the vocabulary (or names one twice).", "logit_bias"
             )

@@ -164,6 +164,7 @@ class _Drive:
         self.session = Session(request, self.settings, time.monotonic())
         self.inbox: asyncio.Queue[EngineOutput | Commit | LLM42Error] = asyncio.Queue()
         self.verifying: asyncio.Task[None] | None = None
+        self.fingerprint: str | None = None
 
     def close(self) -> None:
         """Frees the engine's and the verifier's share; safe at any moment."""
@@ -209,6 +210,10 @@ class _Drive:
         if isinstance(event, LLM42Error):
             raise event
         if isinstance(event, Commit):
+            # one reply, one fingerprint: tokens of two different verifiers are not covered by either's promise
+            self.fingerprint = self.fingerprint or event.fingerprint
+            if event.fingerprint != self.fingerprint:
+                raise VerifierUnavailable("the verifiers were replaced by others with another fingerprint")
             return self.session.commit(event, time.monotonic())
         if event.error is not None:
             raise EngineFailed(event.error)
@@ -246,7 +251,7 @@ class _Drive:
             try:
                 (answer,) = await asyncio.wait_for(verifier.verify([window]), settings.verify_timeout_s)
             except (VerifierUnavailable, Overloaded) as failure:
-                error = failure
+                error = VerifierUnavailable(str(failure))  # Overloaded would mean "refused before any token"
                 continue
             except TimeoutError:
                 error = VerifierUnavailable(f"no answer from the verifier in {settings.verify_timeout_s:g} s")
@@ -256,8 +261,8 @@ class _Drive:
                 error = VerificationFailed(f"{type(failure).__name__}: {failure}")
                 break
             if isinstance(answer, Commit):
+                self.inbox.put_nowait(answer)  # first: counting may fail, the answer must not be lost
                 self._count(window, answer, time.monotonic() - began)
-                self.inbox.put_nowait(answer)
                 return
             error = VerificationFailed(answer.message)
             error.code = answer.code
