@@ -210,7 +210,7 @@ class _Drive:
         if isinstance(event, LLM42Error):
             raise event
         if isinstance(event, Commit):
-            # one reply, one fingerprint: tokens of two different verifiers are not covered by either's promise
+            # one reply, one fingerprint: no promise covers tokens of two different verifiers
             self.fingerprint = self.fingerprint or event.fingerprint
             if event.fingerprint != self.fingerprint:
                 raise VerifierUnavailable("the verifiers were replaced by others with another fingerprint")
@@ -251,7 +251,8 @@ class _Drive:
             try:
                 (answer,) = await asyncio.wait_for(verifier.verify([window]), settings.verify_timeout_s)
             except (VerifierUnavailable, Overloaded) as failure:
-                error = VerifierUnavailable(str(failure))  # Overloaded would mean "refused before any token"
+                # Overloaded would mean "refused before any token"
+                error = VerifierUnavailable(str(failure))
                 continue
             except TimeoutError:
                 error = VerifierUnavailable(f"no answer from the verifier in {settings.verify_timeout_s:g} s")
