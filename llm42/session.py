@@ -134,7 +134,7 @@ class Session:
         del self.proposed[:accepted]
         if accepted < sent:
             actions: list[Action] = [emit, self._roll_back(lost=len(self.proposed))]
-        elif self.proposed and self.proposed[0] != commit.next_token and not self.finish:
+        elif self.proposed and len(emit.tokens) > accepted and self.proposed[0] != commit.next_token:
             actions = [emit, self._roll_back(lost=len(self.proposed))]
         else:
             del self.proposed[

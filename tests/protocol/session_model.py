@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from llm42.config import SessionSettings
-from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
+from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.session import Action, Emit, Extend, Rollback, Session
 
 VOCAB, END = 40, 0
@@ -67,6 +67,8 @@ class FastPath:
     epoch: int = 0
     parked: bool = False
     outbox: list[tuple[int, int, int]] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
+    """The part of `output` that the session has been told."""
 
     def step(self) -> bool:
         """Decodes one token if it may."""
@@ -80,13 +82,51 @@ class FastPath:
         self.parked = token == END
         return True
 
+    def deliver(self, count: int) -> tuple[int, int, list[int]]:
+        """(epoch, start, tokens) of up to `count` waiting tokens of one epoch, the oldest first."""
+        epoch, start, _ = self.outbox[0]
+        same = [token for e, _, token in self.outbox[:count] if e == epoch]
+        del self.outbox[: len(same)]
+        if epoch == self.epoch:
+            self.delivered += same
+        return epoch, start, same
+
     def apply(self, action: Action) -> None:
         """A rollback or a new limit."""
         if isinstance(action, Rollback):
+            self.delivered = list(action.output)
             self.output, self.epoch, self.limit = list(action.output), action.epoch, action.limit
             self.parked = False
         elif isinstance(action, Extend):
             self.limit = action.limit
+
+
+@dataclass
+class Count:
+    """What a request cost, counted from the delivered and the committed tokens alone."""
+
+    windows: int = 0
+    rollbacks: int = 0
+    rolled_back_tokens: int = 0
+    verified_tokens: int = 0
+    candidate_tokens: int = 0
+
+    def compare(self, told: list[int], committed: list[int]) -> bool:
+        """Counts a rollback if the tokens that were told disagree with the committed ones."""
+        at = next((i for i, (a, b) in enumerate(zip(told, committed, strict=False)) if a != b), None)
+        if at is None:
+            return False
+        self.rollbacks += 1
+        self.rolled_back_tokens += len(told) - at
+        return True
+
+    def differences(self, stats: RequestStats) -> list[str]:
+        """The session's counters that are wrong."""
+        return [
+            f"{name} is {getattr(stats, name)} instead of {value}"
+            for name, value in vars(self).items()
+            if getattr(stats, name) != value
+        ]
 
 
 def play(
@@ -101,7 +141,7 @@ def play(
     rng, now = Random(seed), 0.0
     request = Request("r", PROMPT, max_tokens, deterministic=True, stop_token_ids=(END,))
     session = make(request, settings, now)
-    fast = FastPath(rng, accuracy, session.limit)
+    fast, count = FastPath(rng, accuracy, session.limit), Count()
     shown: list[int] = []
     logprobs: list[TokenLogprob] = []
     flight: Window | None = None
@@ -115,13 +155,17 @@ def play(
         if choice <= 1:
             fast.step()
         elif choice == 2 and fast.outbox:
-            epoch, start, token = fast.outbox.pop(0)
-            actions = session.candidates(epoch, start, (token,))
+            epoch, start, tokens = fast.deliver(rng.choice((1, 1, 2, 5)))
+            count.candidate_tokens += len(tokens) if epoch == fast.epoch else 0
+            actions = session.candidates(epoch, start, tokens)
         elif choice == 3 and flight is not None and rng.random() < 0.6:  # else: a lost call, sent again later
             before = len(session.committed)
             actions, flight = session.commit(answer(flight), now), None
             if len(session.committed) <= before:
                 broken.append("a commit added nothing")
+        must_roll_back = count.compare(fast.delivered, session.committed)
+        if not session.finish and must_roll_back != any(isinstance(a, Rollback) for a in actions):
+            broken.append("a rollback is missing or needless")
         for action in actions:
             if isinstance(action, Emit):
                 shown += action.tokens
@@ -130,16 +174,22 @@ def play(
                 fast.apply(action)
         if shown != session.committed[: len(shown)]:
             broken.append("something was emitted that is not committed")
-        if len(fast.output) > len(session.committed) + settings.lookahead + 1:
+        if not session.finish and any(
+            a != b for a, b in zip(fast.delivered, session.committed, strict=False)
+        ):
+            broken.append("the fast path goes on from tokens that are not committed")
+        if len(fast.output) > len(session.committed) + settings.lookahead:
             broken.append("the fast path is beyond the lookahead bound")
         window = session.due(now)
         if window is not None:
             if flight is not None:
                 broken.append("two windows in flight")
             flight = window
+            count.windows += 1
     else:
         broken.append("no end")
     want, want_logprobs, reason = oracle(max_tokens)
     if shown != want or logprobs != want_logprobs or session.finish != reason:
         broken.append(f"{shown} ({session.finish}) instead of {want} ({reason})")
-    return broken
+    count.verified_tokens = len(want)
+    return broken + count.differences(session.stats)
