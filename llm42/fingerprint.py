@@ -25,7 +25,7 @@ from llm42.models.weights import LoadedModel
 SCHEDULE_VERSION = 1
 """Raised by hand when the canonical schedule changes in a way that the code hash would not show."""
 
-LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "gguf", "safetensors")
+LIBRARIES = ("torch", "triton", "numpy", "tokenizers", "jinja2", "gguf", "safetensors")
 ENVIRONMENT = (
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
@@ -39,7 +39,20 @@ ENVIRONMENT = (
 )
 """Variables that can change which kernel a library picks."""
 
-CODE = ("kernels", "models", "verifier", "sampling.py", "noise.py", "cache.py")
+CODE = (
+    "kernels",
+    "models",
+    "verifier",
+    "sampling.py",
+    "noise.py",
+    "cache.py",
+    "threads.py",
+    "tokenizer.py",
+    "chat_template.py",
+    "text.py",
+    "session.py",
+    "driver.py",
+)
 
 
 def digest(value: Any) -> str:
@@ -65,6 +78,7 @@ def device_facts(device: str, threads: int) -> dict[str, Any]:
         return {
             "kind": "cpu",
             "name": _cpu_name(),
+            "identity": _cpu_identity(),
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             "threads": threads,
@@ -143,6 +157,18 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor()
+
+
+def _cpu_identity() -> str:
+    """Hash of what a library can choose its kernels by: a virtual machine's model name may say little."""
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags", "Features", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+    except OSError:
+        return digest(platform.processor())
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    named = {key.strip(): sorted(value.split()) for key, value in fields.items()}
+    return digest({key: named[key] for key in wanted if key in named})
 
 
 def _driver() -> str | None:

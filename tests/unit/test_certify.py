@@ -217,6 +217,7 @@ class TestFingerprint:
         for name, field in (
             ("code_hash", "code"),
             ("_cpu_name", "device.name"),
+            ("_cpu_identity", "device.identity"),
             ("_version", "libraries."),
         ):
             with monkeypatch.context() as m:
@@ -238,13 +239,14 @@ class TestFingerprint:
     def test_the_code_hash_sees_every_source_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        files = [name for name in fp.CODE if name.endswith(".py")]
         package = tmp_path / "llm42"
-        for name in ("models/a.py", "verifier/b.py", "sampling.py", "noise.py", "cache.py"):
+        for name in ("models/a.py", "verifier/b.py", *files):
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).write_text("x = 1\n")
         monkeypatch.setattr(fp.llm42, "__file__", str(package / "__init__.py"))
         hashes = {fp.code_hash()}
-        for name in ("models/a.py", "verifier/b.py", "sampling.py", "noise.py", "cache.py"):
+        for name in ("models/a.py", "verifier/b.py", *files):
             (package / name).write_text("x = 2\n")
             hashes.add(fp.code_hash())
-        assert len(hashes) == 6
+        assert len(hashes) == 1 + 2 + len(files)
