@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from llm42 import cache, driver
 from llm42.cache import KVCache
@@ -26,7 +27,6 @@ from llm42.session import Session
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plan import SequenceRows
-from llm42.verifier.plants import _split_k
 from tests.support import (
     PENALISED,
     SAMPLED,
@@ -137,8 +137,14 @@ def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch
     engine._pool.check()
 
 
+def split_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Logits summed in two halves of K; float32, so that no rounding hides it."""
+    half = x.shape[1] // 2
+    return x[:, :half].float() @ weight[:, :half].T + x[:, half:].float() @ weight[:, half:].T
+
+
 class SplitsWhenHalfFull:
-    """A runner that sums products in another order when at most half of a step's rows are in use.
+    """A runner that sums the logits in another order when at most half of a step's rows are in use.
 
     The row-count plant of one operator seldom changes a bit of this model: only the padding of attention's
     output is zero, and the tiny product after it rounds to the same values.
@@ -146,7 +152,7 @@ class SplitsWhenHalfFull:
 
     def __init__(self, inner: CPURunner) -> None:
         self.inner, self.whole = inner, inner.ops
-        self.split = replace(inner.ops, linear=_split_k)
+        self.split = replace(inner.ops, lm_head=split_head)
 
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
         half_full = 2 * sum(s.count for s in sequences) <= bucket
@@ -165,8 +171,10 @@ def test_control_a_verifier_whose_rows_depend_on_the_load_is_noticed(lab: Lab, p
         verifier = lab.verifier(buckets=(128,), wrap=SplitsWhenHalfFull)
     else:
         verifier = lab.verifier(buckets=(128,), plants=() if plant is None else (plant,))
-    found = wrong(lab, serve(lab.generator(lab.engine(), verifier.start()), requests, 0.2), requests)
-    assert (found == []) == (plant is None)
+    generator = lab.generator(lab.engine(), verifier.start())
+    alone = [replace(r, request_id=f"{r.request_id}-alone") for r in requests[:4]]
+    answers = [serve(generator, [r])[0] for r in alone] + serve(generator, requests, 0.2)
+    assert (wrong(lab, answers, [*alone, *requests]) == []) == (plant is None)
 
 
 def test_requests_with_a_common_prompt_share_its_blocks(lab: Lab) -> None:
