@@ -81,8 +81,9 @@ class PoolMachine(RuleBasedStateMachine):
             self._publish(owner, len(tokens))
 
     def _publish(self, owner: Held, written: int) -> None:
+        offered = len(owner.keys)  # each block is offered once, even if a twin's that won is evicted later
         self.pool.publish_prefix(owner.tokens, owner.blocks, owner.keys, written)
-        for i, block in enumerate(owner.blocks[: written // SIZE]):
+        for i, block in list(enumerate(owner.blocks[: written // SIZE]))[offered:]:
             prefix = tuple(owner.tokens[: (i + 1) * SIZE])
             if block not in self.prefix and prefix not in self.prefix.values():
                 self.prefix[block] = prefix
