@@ -277,3 +277,17 @@ def test_a_commit_for_another_window_is_refused() -> None:
     assert window is not None
     with pytest.raises(ValueError, match="does not answer"):
         m.session.commit(replace(verify(window), base=99), 1.0)
+
+
+@pytest.mark.parametrize(("accepted", "logprobs"), [(5, 6), (-1, 0), (4, 4), (2, 5)])
+def test_a_commit_that_cannot_answer_the_window_is_refused(accepted: int, logprobs: int) -> None:
+    """Four candidates: more accepted than were sent, or not one log-probability per token."""
+    m = made()
+    m.session.candidates(0, 0, m.right[:4])
+    window = m.session.due(0.0)
+    assert window is not None
+    right = verify(window)
+    wrong = replace(right, accepted=accepted, logprobs=(right.logprobs * 2)[:logprobs])
+    with pytest.raises(ValueError, match="does not answer a window of 4"):
+        m.session.commit(wrong, 1.0)
+    assert m.session.committed == []

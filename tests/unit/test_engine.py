@@ -7,7 +7,7 @@ compared with a recomputation of the whole sequence in one chunk of a fresh cach
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,17 +23,17 @@ from llm42.engine.torch_engine import TorchEngine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
 from llm42.verifier.build import load_for
-from tests.support import prompt_of, write_model
+from tests.support import prompt_of, torch_threads, write_model
 
 BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     path = write_model(tmp_path_factory.mktemp("tiny"))
-    return load_for(Settings.load({"model": {"path": str(path), "dtype": "float32", "max_model_len": 512}}))[
-        0
-    ]
+    settings = Settings.load({"model": {"path": str(path), "dtype": "float32", "max_model_len": 512}})
+    with torch_threads(1):  # as the engine's own thread: several would wait for each other on a busy machine
+        yield load_for(settings)[0]
 
 
 _KNOWN: dict[tuple[int, ...], int] = {}
@@ -482,13 +482,16 @@ def test_a_closed_engine_refuses_and_tells_those_it_had(model: LoadedModel) -> N
 def test_a_step_that_fails_ends_every_request_with_an_error(model: LoadedModel) -> None:
     engine = engine_of(model)
 
+    late: list[Client] = []
+
     def broken(decode: list[Rows], prefill: list[Rows]) -> torch.Tensor:
+        late.append(submit(engine, request_of("late", 2)))  # while the step runs: no step will see it
         raise RuntimeError("planted")
 
     engine._runner.step = broken  # type: ignore[method-assign]
     client = submit(engine, request_of("a", 1))
     engine._loop()  # in this thread: it ends by itself
-    assert client.error == "the engine stopped"
+    assert client.error == late[0].error == "the engine stopped"
     with pytest.raises(Overloaded):
         submit(engine, request_of("b", 2))
 
