@@ -10,6 +10,7 @@ from deployments.launch import prepare_environment
 
 prepare_environment()
 
-# The same examples each time, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=default explores.
+# The same examples each time, so that a change is judged by what it changed.
+# HYPOTHESIS_PROFILE=default explores.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
