@@ -59,7 +59,10 @@ class VerifierActor:
 
     async def _expire(self) -> None:
         while time.monotonic() - self._renewed < self._lease_s:
-            await asyncio.sleep(self._lease_s / 10)
+            await asyncio.sleep(min(1.0, self._lease_s / 10))
+            if self._verifier is not None and not self._verifier.alive:
+                log.error("the verifier's loop has ended: the process ends, so that Ray starts it anew")
+                os._exit(1)
         log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
         import ray
 

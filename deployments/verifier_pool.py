@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from deployments.verifier_actor import VerifierActor, VerifierStatus
 from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
+from llm42.fingerprint import code_hash
 from llm42.metrics import VERIFIERS_READY, Metrics
 from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
 
@@ -54,8 +55,10 @@ class Member:
 
 
 def actor_names(settings: Settings) -> list[str]:
-    """Names of the pool's actors; other model or verifier settings give other names, hence new actors."""
-    key = json.dumps([settings.model.model_dump(mode="json"), settings.verifier.model_dump(mode="json")])
+    """Names of the pool's actors; other settings of model or verifier, or other code, give other names, hence
+    new actors: a new release never meets the verifiers of an old one."""
+    sections = (settings.model, settings.verifier)
+    key = json.dumps([code_hash(), *(section.model_dump(mode="json") for section in sections)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     return [f"verifier-{digest}-{i}" for i in range(settings.server.verifiers)]
 

@@ -10,6 +10,7 @@ service must not start.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -32,6 +33,8 @@ from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plants import PLANTS
 from llm42.verifier.step_checks import check_attention, check_model, check_sampling
+
+log = logging.getLogger(__name__)
 
 
 class CertificationFailed(LLM42Error):
@@ -295,7 +298,10 @@ def save_certificate(directory: str | None, certificate: Certificate) -> None:
     if directory is None or certificate.plants:
         return
     path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
     temporary = path / f".{certificate.key}.tmp"
-    temporary.write_text(json.dumps(certificate.to_json(), indent=1))
-    temporary.replace(path / f"{certificate.key}.json")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(certificate.to_json(), indent=1))
+        temporary.replace(path / f"{certificate.key}.json")
+    except OSError as error:  # certified all the same: the next start certifies again
+        log.warning("the certificate could not be kept in %s: %s", directory, error)

@@ -136,6 +136,11 @@ class Verifier:
             self._thread.join()
             self._thread = None
 
+    @property
+    def alive(self) -> bool:
+        """Whether the step thread runs; a verifier whose thread has ended never answers again."""
+        return not self._closed and self._thread is not None and self._thread.is_alive()
+
     def submit(self, window: Window) -> Future[Answer]:
         """Queues one window. Raises Overloaded when too many wait, VerifierUnavailable when closed."""
         if self._closed:

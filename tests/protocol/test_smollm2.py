@@ -39,6 +39,8 @@ class Lab:
     model: LoadedModel
     tokenizer: Tokenizer
     verifier: Verifier
+    judge: Verifier
+    """Another verifier, for the oracle alone: with a cache that no session has written to."""
 
     def request(self, name: str, prompt: str, sampling: SamplingParams) -> Request:
         text = self.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
@@ -51,7 +53,7 @@ class Lab:
         tokens, logprobs = list(request.prompt), []
         while len(tokens) < len(request.prompt) + TOKENS:
             window = Window("oracle", tuple(tokens), len(request.prompt), (), sampling)
-            (commit,) = self.verifier.verify([window])
+            (commit,) = self.judge.verify([window])
             assert isinstance(commit, Commit)
             tokens.append(commit.next_token)
             logprobs.append(commit.logprobs[0].logprob)
@@ -70,11 +72,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         }
     )
     model, tokenizer = load_for(settings)
-    with_verifier = build_verifier(settings, model, tokenizer).start()
-    made = Lab(settings, model, tokenizer, with_verifier)
+    verifier, judge = (build_verifier(settings, model, tokenizer).start() for _ in range(2))
+    made = Lab(settings, model, tokenizer, verifier, judge)
     made.oracle = cache(made.oracle)  # type: ignore[method-assign]
     yield made
-    with_verifier.close()
+    verifier.close()
+    judge.close()
 
 
 def answers(

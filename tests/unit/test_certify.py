@@ -21,7 +21,7 @@ from llm42.models.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for, load_for
-from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu
+from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu, save_certificate
 from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.plants import PLANTS
 
@@ -77,6 +77,14 @@ def test_the_certificate_is_kept_by_its_inputs(
     kept = Path(settings.verifier.certificate_dir or "") / f"{certificate.key}.json"
     kept.write_text("not json")
     assert not certificate_for(settings, *loaded).cached
+
+
+def test_a_folder_that_cannot_be_written_does_not_fail_the_verifier(
+    certificate: Certificate, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    save_certificate(str(tmp_path / "file"), certificate)
+    assert "could not be kept" in caplog.text
 
 
 def test_a_planted_run_is_never_kept(settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:

@@ -517,6 +517,20 @@ def test_a_thread_that_fails_tells_those_who_wait() -> None:
         verifier.submit(window_of("late", [1]))
 
 
+def test_a_verifier_is_alive_until_its_thread_ends() -> None:
+    verifier, _ = verifier_of()
+    assert not verifier.alive
+    verifier.start()
+    assert verifier.alive
+    thread = verifier._thread
+    assert thread is not None
+    verifier._plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(VerifierUnavailable):
+        verifier.submit(window_of("last", [1])).result(timeout=5)
+    thread.join(timeout=5)
+    assert not verifier.alive
+
+
 def threads_after_another_thread_sets_two(setter: Callable[[int], None]) -> int:
     """A thread asks for one thread, then another one asks for two; what the first one then has."""
     first, second, found = threading.Event(), threading.Event(), list[int]()
