@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels import attention_cpu, cpu
 from kernels.attention_cpu import StepAttention
@@ -29,10 +28,11 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
 from llm42.sampling import StepSampler, sample_step
 from llm42.threads import set_threads
-from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
+from llm42.verifier.checks import Tally, Violation, check_rows
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plants import PLANTS
 from llm42.verifier.step_checks import check_attention, check_model, check_sampling
+from llm42.verifier.subjects import subjects
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,6 @@ def canonical_set(providers: Mapping[str, str], plants: Iterable[str] = ()) -> C
 
 
 Progress = Callable[[str], None]
-Make = Callable[[int, torch.Generator], Tensor]
 
 
 @torch.inference_mode()
@@ -182,7 +181,7 @@ class _Certifier:
     def _check(self, operator: str, provider: str) -> tuple[list[int], Violation | None]:
         good, first = set(self.buckets), None
         ops = canonical_set({operator: provider}, self.plants).ops
-        for subject in _subjects(self.model, ops, operator):
+        for subject in subjects(self.model, ops, operator):
             passed, violation = check_rows(subject, self.buckets, self.tally)
             good &= set(passed)
             first = first or violation
@@ -218,68 +217,8 @@ class _Certifier:
         return check_model(runner.logits, kv, blocks, buckets, c.vocab_size, self.tally)
 
     def _row_counts_matter(self) -> bool:
-        subjects = _subjects(self.model, cpu.cpu_operators(), "linear")
-        return any(check_rows(subject, [1, 2, 4, 8], Tally())[1] is not None for subject in subjects)
-
-
-def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
-    """The operator at each of the model's real shapes, with the first layer's weights, in the activation
-    dtype and in float32 (where no final rounding hides a difference)."""
-    return [
-        subject
-        for dtype in dict.fromkeys((model.dtype, torch.float32))
-        for subject in _subjects_in(dtype, model, ops, operator)
-    ]
-
-
-def _subjects_in(dtype: torch.dtype, model: LoadedModel, ops: Operators, operator: str) -> list[RowSubject]:
-    c, w, layer = model.config, model.weights, model.weights.layers[0]
-    eps, q_shape, k_shape = c.rms_norm_eps, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim)
-
-    def rand(*shape: int) -> Make:
-        return lambda rows, gen: torch.randn(rows, *shape, generator=gen).to(dtype)
-
-    if operator == "linear":
-        weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        biases = (layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias)
-        return [
-            _product(operator, ops.linear, weight, bias, rand(weight.shape[1]))
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
-    if operator == "lm_head":
-        return [_product(operator, ops.lm_head, w.lm_head, None, rand(c.hidden_size))]
-    if operator == "rms_norm":
-        heads = [] if layer.q_norm is None else [_norm(ops, layer.q_norm, eps, rand(*q_shape))]
-        return [_norm(ops, layer.input_norm, eps, rand(c.hidden_size)), *heads]
-    if operator == "rotary":
-        return [_rotary(ops, w.cos_sin, rand(*q_shape), rand(*k_shape))]
-    return [_silu_mul(ops, c.intermediate_size, rand(2 * c.intermediate_size))]
-
-
-def _product(operator: str, run: Any, weight: Tensor, bias: Tensor | None, make: Make) -> RowSubject:
-    shape = f"N={weight.shape[0]}, K={weight.shape[1]}"
-    return RowSubject(operator, shape, lambda n, g: (make(n, g),), lambda x: (run(x, weight, bias),))
-
-
-def _silu_mul(ops: Operators, width: int, make: Make) -> RowSubject:
-    return RowSubject("silu_mul", f"I={width}", lambda n, g: (make(n, g),), lambda x: (ops.silu_mul(x),))
-
-
-def _norm(ops: Operators, weight: Tensor, eps: float, make: Make) -> RowSubject:
-    return RowSubject(
-        "rms_norm",
-        f"H={weight.shape[0]}",
-        lambda n, g: (make(n, g), make(n, g)),
-        lambda x, r: ops.rms_norm(x, r, weight, eps),
-    )
-
-
-def _rotary(ops: Operators, cos_sin: Tensor, make_q: Make, make_k: Make) -> RowSubject:
-    def make(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
-        positions = torch.randint(0, cos_sin.shape[0], (rows,), generator=gen)
-        return make_q(rows, gen), make_k(rows, gen), positions
-
-    return RowSubject("rotary", f"D={cos_sin.shape[1]}", make, lambda q, k, p: ops.rotary(q, k, p, cos_sin))
+        products = subjects(self.model, cpu.cpu_operators(), "linear")
+        return any(check_rows(product, [1, 2, 4, 8], Tally())[1] is not None for product in products)
 
 
 def load_certificate(directory: str | None, key: str) -> Certificate | None:

@@ -196,13 +196,13 @@ def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubj
             operator, f"N={n}, K={k}", lambda r, g: (random(r, g, k),), lambda x: (run(x, weight, bias),)
         )
 
-    def norm(weight: Tensor, *lead: int) -> RowSubject:
+    def norm(weight: Tensor, add: bool, *lead: int) -> RowSubject:
         shape = (*lead, weight.shape[0])
         return RowSubject(
             operator,
-            f"H={weight.shape[0]}",
+            f"{list(shape)}{' with residual' if add else ''}",
             lambda r, g: (random(r, g, *shape), random(r, g, *shape)),
-            lambda x, r: ops.rms_norm(x, r.reshape(-1, shape[-1]), weight, eps),
+            lambda x, r: ops.rms_norm(x, r if add else None, weight, eps)[: 1 + add],
         )
 
     def rotary(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
@@ -220,8 +220,9 @@ def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubj
     if operator == "lm_head":
         return [product(ops.lm_head, w.lm_head, None)]
     if operator == "rms_norm":
-        heads = [] if layer.q_norm is None else [norm(layer.q_norm, c.num_heads)]
-        return [norm(layer.input_norm), *heads]
+        pairs = ((layer.q_norm, c.num_heads), (layer.k_norm, c.num_kv_heads))
+        heads = [norm(weight, False, count) for weight, count in pairs if weight is not None]
+        return [norm(layer.input_norm, True), norm(layer.input_norm, False), *heads]
     if operator == "rotary":
         shape = f"D={c.head_dim}"
         return [RowSubject(operator, shape, rotary, lambda q, k, p: ops.rotary(q, k, p, w.cos_sin))]

@@ -4,20 +4,23 @@ fall back."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from model_oracle import save_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kernels import cpu, linear
+from kernels import attention_cpu, cpu, linear
 from llm42 import fingerprint as fp
 from llm42.cli import app
 from llm42.config import Settings
 from llm42.models.fetch import fetch_smollm2
+from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for, load_for
@@ -258,3 +261,80 @@ class TestFingerprint:
             (package / name).write_text("x = 2\n")
             hashes.add(fp.code_hash())
         assert len(hashes) == 1 + 2 + len(files)
+
+
+@pytest.fixture(scope="module")
+def normed_heads(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """A small random Qwen3: its heads have norms of their own."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    save_tiny(directory, "qwen3")
+    return load_model(directory, "bfloat16", "cpu", 200)
+
+
+def _breaks_rows(wanted: Callable[[Tensor], bool], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with an error in the last row, for the inputs that `wanted` picks."""
+
+    def broken(x: Tensor, *rest: Any) -> Any:
+        first, second = run(x, *rest)
+        if wanted(x):
+            first = first.clone()
+            first[-1, ..., 0] += 1.0
+        return first, second
+
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("operator", "case", "wanted"),
+    [
+        ("rms_norm", "heads of k", lambda x, c: x.dim() == 3 and x.shape[1] == c.num_kv_heads),
+        ("rms_norm", "heads of q", lambda x, c: x.dim() == 3 and x.shape[1] == c.num_heads),
+        ("rotary", "views of the product", lambda x, c: not x.is_contiguous()),
+    ],
+)
+def test_every_form_in_which_the_decoder_calls_an_operator_is_checked(
+    operator: str,
+    case: str,
+    wanted: Callable[[Tensor, Any], bool],
+    normed_heads: LoadedModel,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operator that is wrong in one form only: certification without that form would pass."""
+    table, config = cpu.PROVIDERS[operator], normed_heads.config
+    for name, run in list(table.items()):
+        monkeypatch.setitem(table, name, _breaks_rows(lambda x: wanted(x, config), run))
+    with pytest.raises(CertificationFailed) as caught:
+        certify_cpu(normed_heads, settings.verifier)
+    assert caught.value.operator == operator, case
+
+
+def test_the_first_norm_without_residual_is_checked(
+    normed_heads: LoadedModel, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = cpu.PROVIDERS["rms_norm"]
+    for name, run in list(table.items()):
+
+        def broken(x: Tensor, residual: Tensor | None, *rest: Any, run: Any = run) -> Any:
+            wide = residual is None and x.dim() == 2
+            return _breaks_rows(lambda _: wide, run)(x, residual, *rest)
+
+        monkeypatch.setitem(table, name, broken)
+    with pytest.raises(CertificationFailed, match="rms_norm"):
+        certify_cpu(normed_heads, settings.verifier)
+
+
+def test_attention_is_checked_beyond_short_contexts(
+    loaded: tuple[LoadedModel, Tokenizer], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A split of long contexts that depends on companions is caught, though short ones are right."""
+    right = attention_cpu.CPU_PROVIDERS["tiled"]
+    split = PLANTS["attention-split"].wrap(right)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, groups: Any, scale: float) -> Tensor:
+        long = max(g.start + g.count for g in groups) > 600
+        return (split if long else right)(q, k, v, groups, scale)
+
+    monkeypatch.setitem(attention_cpu.CPU_PROVIDERS, "tiled", run)
+    with pytest.raises(CertificationFailed, match="attention"):
+        certify_cpu(loaded[0], settings.verifier)
