@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -95,14 +96,25 @@ def sse_error(error: Exception) -> str:
 async def on_validation_error(_: Request, error: Exception) -> Response:
     """FastAPI's 422 becomes a 400 that names the field."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first = _most_telling(error.errors())
     if first["type"] == "json_invalid":
         return respond(400, error_object("The body is not valid JSON.", 400, None, "invalid_json"))
     where = [str(part) for part in first["loc"] if part != "body"]
-    param = where[0] if where else None
+    param = where[0] if where else (first.get("ctx") or {}).get("param")
     message = first["msg"].removeprefix("Value error, ")
     text = f"{param}: {message}" if param else message
     return respond(400, error_object(text, 400, param, "invalid_value"))
+
+
+def _most_telling(found: Sequence[Any]) -> Any:
+    """The first error; for a field of several forms (prompt) the first that is about a value, not a form."""
+    first = found[0]
+    same = [e for e in found if e["loc"][:2] == first["loc"][:2]]
+    values = [e for e in same if not e["type"].endswith("_type")]
+    if len(same) > 1 and not values:
+        forms = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same)
+        return first | {"msg": "Input should be " + " or ".join(forms)}
+    return values[0] if values else first
 
 
 async def on_http_exception(_: Request, error: Exception) -> Response:

@@ -10,6 +10,7 @@ from typing import Any
 from ray import serve
 
 from deployments.deltas import coalesce
+from deployments.errors import ServiceUnavailable
 from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
 from deployments.verifier_pool import VerifierPool
@@ -43,16 +44,20 @@ class FastPath:
         engine.start()
         return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta | LLM42Error, None]:
+    async def generate(
+        self, request: Request, tokenizer: str | None = None
+    ) -> AsyncGenerator[Delta | LLM42Error, None]:
         """Streams a request's deltas; closing or cancelling the stream aborts the request.
 
-        Typed errors are the last item instead of being raised: so they keep their type through Serve.
+        tokenizer: identity of the one that encoded the prompt. Typed errors are the last item instead of
+        being raised: so they keep their type through Serve.
         """
         mode = "deterministic" if request.deterministic else "best_effort"
         began, outcome = time.monotonic(), "aborted"
         source: AsyncIterator[Delta] | None = None
         self._held[request.deterministic] += 1
         try:
+            self._require_tokenizer(tokenizer)
             await self._admit(request)
             self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
             source = self._generator.generate(request)
@@ -75,6 +80,13 @@ class FastPath:
             self._metrics.inc(m.REQUESTS, mode=mode, outcome=outcome)
             if isinstance(source, AsyncGenerator):
                 await source.aclose()
+
+    def _require_tokenizer(self, identity: str | None) -> None:
+        """Ids mean something only to the tokenizer that made them, which the fingerprint names."""
+        if identity not in (None, self._generator.tokenizer.identity):
+            raise ServiceUnavailable(
+                "The ingress and this replica were started with different tokenizer files: deploy anew."
+            )
 
     async def _admit(self, request: Request) -> None:
         """Bounds what this replica holds; a deterministic request also needs a verifier that is ready."""

@@ -26,7 +26,9 @@ ADMISSION_PAUSE_S = 0.05
 class RayBackend:
     """Generates through a deployment handle."""
 
-    def __init__(self, fastpath: DeploymentHandle) -> None:
+    def __init__(self, fastpath: DeploymentHandle, tokenizer: str) -> None:
+        """tokenizer: the identity of the one that encodes the prompts."""
+        self._tokenizer = tokenizer
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
 
@@ -51,7 +53,7 @@ class RayBackend:
                 await asyncio.sleep(ADMISSION_PAUSE_S)
 
     async def _try(self, request: Request) -> AsyncGenerator[Delta, None]:
-        stream = self._generate.remote(request)
+        stream = self._generate.remote(request, self._tokenizer)
         ended = False
         try:
             async for item in stream:
@@ -87,9 +89,9 @@ class Ingress:
 
     def __init__(self, settings: dict[str, Any], fastpath: DeploymentHandle) -> None:
         self._settings = Settings.load(settings)
-        self._backend = RayBackend(fastpath)
+        self._tokenizer = Tokenizer.load(self._settings.model.path)
+        self._backend = RayBackend(fastpath, self._tokenizer.identity)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the constructor has run."""
-        tokenizer = Tokenizer.load(self._settings.model.path)
-        return create_app(self._settings, tokenizer, self._backend)
+        return create_app(self._settings, self._tokenizer, self._backend)

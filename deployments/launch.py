@@ -13,7 +13,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,15 @@ class Service:
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-        )
+        with signals_later():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+            )
         self._say("Loading the model into the replicas")
         serve.start(http_options={"host": server.host, "port": server.port})
         self._run_application()
@@ -182,6 +184,27 @@ class Service:
                 signal.SIGINT, signal.SIG_IGN
             )  # an impatient second Ctrl-C must not leave half of it
         ray.shutdown()
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the block's end: half a Ray cluster cannot be shut down.
+
+    Their handlers are put back afterwards, which also removes Ray's own for SIGTERM: it prints a stack.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def log_dir() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
@@ -45,6 +46,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _about(param: str, message: str) -> PydanticCustomError:
+    """An error of the body as a whole that names the field to look at."""
+    return PydanticCustomError("value_error", "{text}", {"text": message, "param": param})
 
 
 class StreamOptions(BaseModel):
@@ -86,7 +92,10 @@ class GenerationBody(BaseModel):
     def _one_name_one_value(self) -> GenerationBody:
         a, b = self.deterministic, self.is_deterministic
         if a is not None and b is not None and a != b:
-            raise ValueError("deterministic and is_deterministic are two names of one field and disagree")
+            raise _about(
+                "is_deterministic",
+                "deterministic and is_deterministic are two names of one field and disagree",
+            )
         return self
 
     def wants_determinism(self, default: bool) -> bool:
@@ -153,5 +162,5 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise _about("top_logprobs", "needs logprobs: true")
         return self

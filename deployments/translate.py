@@ -50,7 +50,14 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
         )
     deterministic = body.wants_determinism(settings.server.deterministic_default)
     seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
+    _not_hopeless(body, settings.model.max_model_len, tokenizer)
     prompts = _prompts(body, tokenizer)
+    if (asked := len(prompts) * (body.n or 1)) > settings.server.max_queued:
+        raise RequestRejected(
+            f"{len(prompts)} prompts with n = {body.n or 1} are {asked} outputs; a replica holds at most"
+            f" {settings.server.max_queued} (server.max_queued).",
+            "n" if len(prompts) == 1 else "prompt",
+        )
     chat = isinstance(body, ChatBody)
     unique = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
     requests: list[Request] = []
@@ -117,6 +124,25 @@ def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...
                 param,
             )
     return tuple(tuple(ids) for ids in raw)
+
+
+def _not_hopeless(body: GenerationBody, context: int, tokenizer: Tokenizer) -> None:
+    """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
+    if isinstance(body, ChatBody):
+        texts, param = [m.for_template()["content"] for m in body.messages], "messages"
+        texts = ["".join(texts)]
+    else:
+        assert isinstance(body, CompletionBody)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        texts, param = [p for p in prompts if isinstance(p, str)], "prompt"
+    longest = context * tokenizer.longest_token
+    for text in texts:
+        if len(text) > longest and len(text.strip()) > longest:  # some templates strip
+            raise RequestRejected(
+                f"{param}: {len(text)} characters cannot fit the context of {context} tokens.",
+                param,
+                "context_length_exceeded",
+            )
 
 
 def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:

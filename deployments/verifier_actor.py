@@ -10,13 +10,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from llm42.config import Settings
+from llm42.models.errors import ModelFileError
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
+from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.core import Verifier
 
 log = logging.getLogger(__name__)
 LEASE_S = 30.0
 """An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
 application has been deleted."""
+RETRY_S, RETRY_MAX_S = 5.0, 60.0
+"""Pause before the first and between the later tries of a start that failed."""
 
 State = Literal["starting", "ready", "failed"]
 
@@ -34,8 +38,11 @@ class VerifierStatus:
 class VerifierActor:
     """Certifies in the background: creating it never blocks, and a failure can be read instead of looping."""
 
-    def __init__(self, settings: dict[str, Any], lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self, settings: dict[str, Any], lease_s: float = LEASE_S, model_identity: str | None = None
+    ) -> None:
         self._settings, self._lease_s = Settings.load(settings), lease_s
+        self._model_identity = model_identity
         self._verifier: Verifier | None = None
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
@@ -43,16 +50,32 @@ class VerifierActor:
         self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
 
     async def _start(self) -> None:
-        try:
-            from llm42.verifier.build import build_verifier
+        """Builds the verifier; a failure that may pass (files not there yet, no memory) is tried again."""
+        pause = RETRY_S
+        while self._verifier is None:
+            try:
+                self._verifier = await asyncio.to_thread(self._build)
+                self._failure = ""
+            except CertificationFailed as error:
+                log.exception("certification failed")
+                self._failure = f"{type(error).__name__}: {error}"
+                return
+            except Exception as error:
+                log.exception("the verifier could not start; next try in %.0f s", pause)
+                self._failure = f"{type(error).__name__}: {error} (next try in {pause:.0f} s)"
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, RETRY_MAX_S)
 
-            def build() -> Verifier:
-                return build_verifier(self._settings, progress=self._certifying).start()
+    def _build(self) -> Verifier:
+        from llm42.models.load import sampled_identity
+        from llm42.verifier.build import build_verifier
 
-            self._verifier = await asyncio.to_thread(build)
-        except Exception as error:
-            log.exception("the verifier could not start")
-            self._failure = f"{type(error).__name__}: {error}"
+        found = sampled_identity(self._settings.model.path)
+        if self._model_identity not in (None, found):
+            raise ModelFileError(
+                f"{self._settings.model.path} has changed since the replicas were started: deploy anew"
+            )
+        return build_verifier(self._settings, progress=self._certifying).start()
 
     def _certifying(self, operator: str) -> None:
         self._doing = f"certifying {operator}"

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
 from llm42.fingerprint import code_hash
 from llm42.metrics import VERIFIERS_READY, Metrics
+from llm42.models.load import sampled_identity
 from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ LOOK_S = 1.0
 STATUS_TIMEOUT_S = 5.0
 MISSES_ALLOWED = 3
 RETRY_PAUSE_S = 0.25
+AVOID_S = 5.0
+"""How long a verifier whose call failed is only a last resort."""
 AFFINITY_TOKENS = 64
 """Requests that share this many first tokens prefer the same verifier, whose cache then holds them."""
 
@@ -47,6 +51,8 @@ class Member:
     in_flight: int = 0
     missed: int = 0
     """Status calls in a row without an answer."""
+    avoid_until: float = 0.0
+    """A verify call failed a moment ago: others are chosen first."""
 
     @property
     def ready(self) -> bool:
@@ -54,16 +60,16 @@ class Member:
         return self.status is not None and self.status.state == "ready"
 
 
-def actor_names(settings: Settings) -> list[str]:
-    """Names of the pool's actors; other settings of model or verifier, or other code, give other names, hence
-    new actors: a new release never meets the verifiers of an old one."""
+def actor_names(settings: Settings, model_identity: str) -> list[str]:
+    """Names of the pool's actors; other settings of model or verifier, other model files or other code give
+    other names, hence new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier)
-    key = json.dumps([code_hash(), *(section.model_dump(mode="json") for section in sections)])
+    key = json.dumps([code_hash(), model_identity, *(s.model_dump(mode="json") for s in sections)])
     digest = hashlib.sha256(key.encode()).hexdigest()[:10]
     return [f"verifier-{digest}-{i}" for i in range(settings.server.verifiers)]
 
 
-def get_or_create(name: str, settings: Settings) -> Any:
+def get_or_create(name: str, settings: Settings, model_identity: str) -> Any:
     """The named actor's handle. Blocks for a call to the cluster's control store."""
     threads = str(settings.verifier.threads)
     env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
@@ -81,7 +87,7 @@ def get_or_create(name: str, settings: Settings) -> Any:
         max_concurrency=1000,
         **options,
     )
-    return actor.remote(settings.model_dump(mode="json"))
+    return actor.remote(settings.model_dump(mode="json"), model_identity=model_identity)
 
 
 class VerifierPool:
@@ -89,7 +95,8 @@ class VerifierPool:
 
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
-        self.members = [Member(name) for name in actor_names(settings)]
+        self._model_identity = sampled_identity(settings.model.path)
+        self.members = [Member(name) for name in actor_names(settings, self._model_identity)]
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
 
@@ -142,9 +149,15 @@ class VerifierPool:
         """
         member = await self._ready_member(windows[0])
         member.in_flight += len(windows)
+        began, answered = time.monotonic(), False
         try:
             answers: list[Answer] = await member.handle.verify.remote(list(windows))
+            answered = True
             return answers
+        except asyncio.CancelledError:
+            # the client has gone, or nothing came in time; only the second is the verifier's doing
+            answered = time.monotonic() - began < self._settings.session.verify_timeout_s - WATCH_S
+            raise
         except RayActorError as error:
             member.status = None  # not chosen again until the watcher has heard from it
             raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
@@ -154,6 +167,8 @@ class VerifierPool:
             raise
         finally:
             member.in_flight -= len(windows)
+            if not answered:
+                member.avoid_until = time.monotonic() + AVOID_S
 
     def release(self, request_id: str) -> None:
         """Tells the verifiers that a request is over; nothing waits for it."""
@@ -169,9 +184,10 @@ class VerifierPool:
 
     def _choose(self, window: Window) -> Member | None:
         """Prefix affinity by rendezvous hashing, unless the preferred one has clearly more to do."""
-        candidates = self.ready
+        now, candidates = time.monotonic(), self.ready
         if not candidates:
             return None
+        candidates = [m for m in candidates if m.avoid_until <= now] or candidates
         prefix = repr(window.tokens[: min(window.prompt_len, AFFINITY_TOKENS)]).encode()
         preferred = max(candidates, key=lambda m: hashlib.blake2b(prefix, key=m.name.encode()).digest())
         idlest = min(candidates, key=lambda m: m.in_flight)
@@ -179,8 +195,11 @@ class VerifierPool:
 
     async def _watch(self) -> None:
         while True:
-            await self._refresh_all()
-            self._metrics.set(VERIFIERS_READY, len(self.ready))
+            try:
+                await self._refresh_all()
+                self._metrics.set(VERIFIERS_READY, len(self.ready))
+            except Exception:  # whatever it is, watching must go on
+                log.exception("a look at the verifiers failed")
             await asyncio.sleep(WATCH_S)
 
     async def _refresh_all(self) -> None:
@@ -190,7 +209,9 @@ class VerifierPool:
         """One status call; a member that has died is created anew."""
         try:
             if member.handle is None:
-                member.handle = await asyncio.to_thread(get_or_create, member.name, self._settings)
+                member.handle = await asyncio.to_thread(
+                    get_or_create, member.name, self._settings, self._model_identity
+                )
             member.status = await asyncio.wait_for(member.handle.status.remote(), STATUS_TIMEOUT_S)
             member.missed = 0
         except TimeoutError:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token's text: n tokens never stand for more than n times as many."""
+        return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids; `add_special` puts the model's beginning-of-text token in front where it wants one."""

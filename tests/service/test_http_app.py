@@ -13,12 +13,15 @@ import httpx
 import pytest
 
 from deployments.http_app import Status, create_app
+from deployments.openai_types import CompletionBody
+from deployments.translate import plan
 from llm42.config import Settings
 from llm42.protocol import (
     Delta,
     FinishReason,
     Overloaded,
     Request,
+    RequestRejected,
     RequestStats,
     TokenLogprob,
     VerifierUnavailable,
@@ -129,7 +132,7 @@ REFUSED = [
     (completion(logprobs=1000), 400, "logprobs"),
     (completion(stream="yes"), 400, "stream"),
     (completion(deterministic="true"), 400, "deterministic"),
-    (completion(deterministic=True, is_deterministic=False), 400, None),
+    (completion(deterministic=True, is_deterministic=False), 400, "is_deterministic"),
     (completion(prompt=""), 400, "prompt"),
     (completion(prompt=[]), 400, "prompt"),
     (completion(prompt=[[]]), 400, "prompt"),
@@ -139,6 +142,8 @@ REFUSED = [
     (completion(prompt=[1] * LONG), 400, "prompt"),
     (completion(prompt={"a": 1}), 400, "prompt"),
     (completion(prompt="\ud800"), 400, "prompt"),
+    (completion(prompt=["a"] * 64, n=16), 400, "prompt"),
+    (completion(prompt="word " * 10**6), 400, "prompt"),
     (completion(echo=True), 400, "echo"),
     (completion(suffix="end"), 400, "suffix"),
     (completion(best_of=3), 400, "best_of"),
@@ -153,7 +158,7 @@ REFUSED = [
     (chat(messages=[{"role": "user"}]), 400, "messages"),
     (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages"),
     (chat(messages=[{"role": "user", "content": "word " * LONG}]), 400, "messages"),
-    (chat(top_logprobs=3), 400, None),
+    (chat(top_logprobs=3), 400, "top_logprobs"),
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
     (chat(response_format={"type": "json_object"}), 400, "response_format"),
     (chat(max_completion_tokens=0), 400, "max_completion_tokens"),
@@ -175,6 +180,17 @@ async def test_wrong_requests_are_refused_before_any_token(
 
 
 JSON = {"content-type": "application/json"}
+
+
+def test_a_hopelessly_long_text_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding megabytes takes seconds; a text of spaces that a template may strip is encoded all the same."""
+    encoded: list[int] = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda _, text, **__: encoded.append(len(text)) or [1])
+    with pytest.raises(RequestRejected, match="cannot fit"):
+        plan(CompletionBody(**completion(prompt="word " * 10**6)), SETTINGS, tokenizer)
+    assert encoded == []
+    plan(CompletionBody(**completion(prompt=" " * 10**6)), SETTINGS, tokenizer)
+    assert encoded == [10**6]
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "null", '"x"', '{"model": NaN', "[" * 5000, b"\xff\xfe"])

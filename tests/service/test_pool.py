@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
 
-from deployments.verifier_actor import VerifierStatus
+from deployments import verifier_actor, verifier_pool
+from deployments.verifier_actor import VerifierActor, VerifierStatus
 from deployments.verifier_pool import AFFINITY_TOKENS, VerifierPool, actor_names
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
@@ -30,9 +32,10 @@ def window(*tokens: int) -> Window:
 
 def test_names_follow_the_settings_that_matter() -> None:
     base = Settings()
-    assert actor_names(base) == actor_names(Settings.load({"engine": {"max_batch": 3}}))
-    assert actor_names(base) != actor_names(Settings.load({"verifier": {"threads": 2}}))
-    assert len(set(actor_names(Settings.load({"server": {"verifiers": 3}})))) == 3
+    assert actor_names(base, "a") == actor_names(Settings.load({"engine": {"max_batch": 3}}), "a")
+    assert actor_names(base, "a") != actor_names(Settings.load({"verifier": {"threads": 2}}), "a")
+    assert actor_names(base, "a") != actor_names(base, "b"), "other model files"
+    assert len(set(actor_names(Settings.load({"server": {"verifiers": 3}}), "a"))) == 3
 
 
 def test_only_one_fingerprint_is_used() -> None:
@@ -80,11 +83,13 @@ class Handle:
 
     def __init__(self, error: Exception | None, state: VerifierStatus | None = None) -> None:
         self.verify = self.status = self
-        self.error, self.state, self.asked = error, state, 0
+        self.error, self.state, self.asked, self.blocked = error, state, 0, False
 
     async def remote(self, windows: list[Window] | None = None) -> Any:
         if self.error:
             raise self.error
+        if self.blocked:
+            await asyncio.Event().wait()
         if windows is None:
             self.asked += 1
             return self.state
@@ -102,6 +107,85 @@ async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from
         await pool.verify([window(1)])
     assert await pool.verify([window(1)]) == [window(1)], "the retry goes to the other one"
     assert all(m.in_flight == 0 for m in pool.members)
+
+
+async def test_a_verifier_that_keeps_failing_is_a_last_resort_although_it_says_it_is_ready() -> None:
+    pool = pool_of(("ready", "a"), ("ready", "a"))
+    for member in pool.members:
+        member.handle = Handle(None)
+    preferred = pool._choose(window(1))
+    assert preferred is not None
+    preferred.handle = Handle(VerifierUnavailable("a verifier step failed"))
+    with pytest.raises(VerifierUnavailable):
+        await pool.verify([window(1)])
+    assert await pool.verify([window(1)]) == [window(1)], "the retry goes to the other one"
+    other = next(m for m in pool.members if m is not preferred)
+    other.status = None
+    assert pool._choose(window(1)) is preferred, "better than none"
+    preferred.avoid_until = 0.0
+    other.status = preferred.status
+    assert pool._choose(window(1)) is preferred, "forgiven after a while"
+
+
+async def test_a_client_that_leaves_is_not_the_verifiers_fault() -> None:
+    pool = pool_of(("ready", "a"))
+    pool.members[0].handle = handle = Handle(None)
+    handle.blocked = True
+    call = asyncio.create_task(pool.verify([window(1)]))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert pool.members[0].avoid_until == 0.0
+    assert pool.members[0].in_flight == 0
+
+
+async def test_the_watch_survives_a_failing_metrics_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(NullMetrics):
+        def set(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("no sink")
+
+    monkeypatch.setattr(verifier_pool, "WATCH_S", 0.01)
+    pool = VerifierPool(Settings(), Broken())
+    pool.members[0].handle = handle = Handle(None, VerifierStatus("ready", "a"))
+    pool.start()
+    await asyncio.sleep(0.2)
+    pool.close()
+    assert handle.asked > 2
+
+
+async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def build(_: VerifierActor) -> Any:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("the volume is not mounted yet")
+        return SimpleNamespace(fingerprint="a", alive=True)
+
+    monkeypatch.setattr(verifier_actor, "RETRY_S", 0.05)
+    monkeypatch.setattr(VerifierActor, "_build", build)
+    actor = VerifierActor(Settings().model_dump(mode="json"))
+    states = set()
+    for _ in range(100):
+        status = await actor.status()
+        states.add((status.state, "not mounted" in status.detail))
+        if status.state == "ready":
+            break
+        await asyncio.sleep(0.02)
+    assert ("failed", True) in states
+    assert (await actor.status()).fingerprint == "a"
+    for task in actor._tasks:
+        task.cancel()
+
+
+async def test_an_actor_refuses_model_files_that_its_replicas_did_not_start_with() -> None:
+    actor = VerifierActor(Settings().model_dump(mode="json"), model_identity="another")
+    while (status := await actor.status()).state == "starting":
+        await asyncio.sleep(0.02)
+    assert "has changed" in status.detail
+    for task in actor._tasks:
+        task.cancel()
 
 
 async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that_has_failed() -> None:

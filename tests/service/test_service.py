@@ -17,6 +17,7 @@ from deployments.launch import APP_NAME, Service
 from deployments.verifier_actor import VerifierActor
 from deployments.verifier_pool import NAMESPACE, actor_names
 from llm42.config import Settings
+from llm42.models.load import sampled_identity
 from llm42.protocol import SamplingParams
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
@@ -26,6 +27,11 @@ from tests.service.oracle import Answer, ask, decode_alone, noise
 pytestmark = pytest.mark.service
 TOKENS = 48
 MESSAGES: Any = [{"role": "user", "content": "Write a short poem about a cat that likes the sea."}]
+
+
+def verifier_name(settings: Settings) -> str:
+    """The first actor's name."""
+    return actor_names(settings, sampled_identity(settings.model.path))[0]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +219,7 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
         logprobs += (choice.logprobs and choice.logprobs.token_logprobs) or []
         if not killed:
             killed = True
-            ray.kill(ray.get_actor(actor_names(settings)[0], namespace=NAMESPACE), no_restart=True)
+            ray.kill(ray.get_actor(verifier_name(settings), namespace=NAMESPACE), no_restart=True)
             await asyncio.wait_for(ask(aclient, model, prompt, 4), 10)
     assert len(tokens) == long
     expected = decode_alone(oracle, prompt, SamplingParams(**sampling), long)
@@ -333,7 +339,7 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     tree["verifier"]["max_waiting"] = 255  # other settings, other actor names
     tree["server"]["fastpath_replicas"] = 1
     rogue = ray.remote(AcceptsEverything).options(
-        name=actor_names(Settings.load(tree))[0], namespace=NAMESPACE, lifetime="detached"
+        name=verifier_name(Settings.load(tree)), namespace=NAMESPACE, lifetime="detached"
     )
     handle: Any = rogue.remote()
     ray.get(handle.status.remote())
