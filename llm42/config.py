@@ -28,9 +28,44 @@ class ModelSettings(_Section):
     max_model_len: int = Field(2048, gt=0, description="longest prompt plus output, in tokens")
 
 
-class EngineSettings(_Section):
-    """The fast path (torch engine)."""
+class VllmSettings(_Section):
+    """The fast path on vLLM (`engine.kind: vllm`). The torch engine's fields do not apply to it."""
 
+    dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        None, description="vLLM's dtype; null: model.dtype. Candidates agree best when it is the same"
+    )
+    gpu_memory_utilization: float = Field(
+        0.6, gt=0, le=1, description="share of the GPU for vLLM; a verifier beside it needs the rest"
+    )
+    max_num_seqs: int = Field(256, gt=0, description="requests decoded together")
+    max_num_batched_tokens: int | None = Field(
+        None, gt=0, description="most tokens in one step; null: vLLM's default"
+    )
+    tensor_parallel_size: int = Field(1, gt=0, description="GPUs of a replica")
+    enforce_eager: bool = Field(
+        False, description="no compilation, no CUDA graphs: starts faster, runs slower"
+    )
+    custom_ops: tuple[str, ...] = Field(
+        (), description="vLLM's compilation custom_ops, such as '+rms_norm': operators that are not compiled"
+    )
+    sampled_agreement: bool = Field(
+        False,
+        description="deterministic requests that do not decode greedily propose the canonical sampler's"
+        " tokens, through a logits processor; it is engine-wide and may change vLLM's model runner",
+    )
+    export_dir: str = Field(
+        ".cache/exports", description="where a GGUF file is kept in the form that vLLM reads"
+    )
+    extra_args: dict[str, Any] = Field(
+        default_factory=dict, description="more arguments of vLLM's AsyncEngineArgs; they override the above"
+    )
+
+
+class EngineSettings(_Section):
+    """The fast path."""
+
+    kind: Literal["torch", "vllm"] = Field("torch", description="torch: built in; vllm: needs llm42[vllm]")
+    vllm: VllmSettings = VllmSettings()
     kv_tokens: int = Field(16384, gt=0, description="KV cache of a replica, in tokens")
     block_size: int = Field(16, gt=0)
     max_batch: int = Field(32, gt=0, description="requests decoded together")

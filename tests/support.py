@@ -75,22 +75,22 @@ PENALISED = SamplingParams(
 )
 
 
-def write_model(directory: Path) -> Path:
+def write_model(directory: Path, head_dim: int = CONFIG["head_dim"]) -> Path:
     """A random Llama and a byte-level BPE tokenizer as a Hugging Face directory; the same bytes every
     time."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    save_file(_tensors(), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"head_dim": head_dim}))
+    save_file(_tensors(head_dim), directory / "model.safetensors")
     _backend().save(str(directory / "tokenizer.json"))
     names = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[1]}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     return directory
 
 
-def _tensors() -> dict[str, torch.Tensor]:
+def _tensors(head_dim: int) -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(42)
     hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    q_rows, kv_rows = 4 * CONFIG["head_dim"], 2 * CONFIG["head_dim"]
+    q_rows, kv_rows = 4 * head_dim, 2 * head_dim
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         return torch.randn(rows, columns, generator=gen) * gain / columns**0.5

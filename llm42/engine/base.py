@@ -67,6 +67,10 @@ class Engine(Protocol):
         """The present load."""
         ...
 
+    def close(self) -> None:
+        """Ends the engine; requests still running get an error output. Waits for it."""
+        ...
+
     @property
     def alive(self) -> bool:
         """Whether the engine's loop runs."""

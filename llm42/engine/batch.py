@@ -1,5 +1,8 @@
 """One fast step on ordinary kernels with dynamic shapes: decode rows of all requests together, then prompt
-chunks."""
+chunks.
+
+On a CPU attention runs in float32 products; on a GPU it is torch's fused attention in the activation dtype.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,15 @@ class BatchRunner:
     @torch.inference_mode()
     def step(self, decode: list[Rows], prefill: list[Rows]) -> Tensor:
         """Logits after the last row of each entry, decode first: [len(decode) + len(prefill), V] float32."""
-        groups = [*decode, *prefill]
-        tokens = torch.tensor([t for r in groups for t in r.tokens])
-        positions = torch.tensor([p for r in groups for p in range(r.start, r.start + len(r.tokens))])
-        attention = _Attention(self.model, self.kv, decode, prefill)
-        hidden = forward(self.model, self.ops, tokens, positions, attention)
+        groups, device = [*decode, *prefill], self.model.device
+        tokens = torch.tensor([t for r in groups for t in r.tokens], device=device)
+        places = [p for r in groups for p in range(r.start, r.start + len(r.tokens))]
+        kind = _FusedAttention if device.startswith("cuda") else _Attention
+        attention = kind(self.model, self.kv, decode, prefill)
+        hidden = forward(self.model, self.ops, tokens, torch.tensor(places, device=device), attention)
         ends = torch.tensor([len(r.tokens) for r in groups]).cumsum(0) - 1
-        return logits(self.model, self.ops, hidden[ends])
+        # one copy for the whole step; each request's row is drawn on the CPU
+        return logits(self.model, self.ops, hidden[ends.to(device)]).cpu()
 
 
 class _Attention:
@@ -53,21 +58,22 @@ class _Attention:
 
     def __init__(self, model: LoadedModel, kv: KVCache, decode: list[Rows], prefill: list[Rows]) -> None:
         self.kv, self.scale = kv, model.config.head_dim**-0.5
-        size = kv.block_size
-        self.slots = torch.tensor(
-            [x for r in (*decode, *prefill) for x in slot_ids(r.table, r.start, len(r.tokens), size)]
-        )
+        size, device = kv.block_size, model.device
+        slots = [x for r in (*decode, *prefill) for x in slot_ids(r.table, r.start, len(r.tokens), size)]
+        self.slots = torch.tensor(slots, device=device)
         self.decode_rows = len(decode)
         if decode:
             longest = max(r.start // size + 1 for r in decode)
             # block 0 is never written: padding reads zeros
             tables = [[*r.table[: r.start // size + 1]] for r in decode]
-            self.tables = torch.tensor([t + [0] * (longest - len(t)) for t in tables])
-            last = torch.tensor([r.start for r in decode])
-            future = torch.arange(longest * size)[None, :] > last[:, None]
-            self.mask = torch.zeros(future.shape).masked_fill_(future, NEG_INF)[:, None, None, :]
+            self.tables = torch.tensor([t + [0] * (longest - len(t)) for t in tables], device=device)
+            last = torch.tensor([r.start for r in decode], device=device)
+            future = torch.arange(longest * size, device=device)[None, :] > last[:, None]
+            self.mask = torch.zeros_like(future, dtype=torch.float32).masked_fill_(future, NEG_INF)
+            self.mask = self.mask[:, None, None, :]
         self.prefill = [
-            (r, torch.tensor(r.table[: (r.start + len(r.tokens) - 1) // size + 1])) for r in prefill
+            (r, torch.tensor(r.table[: (r.start + len(r.tokens) - 1) // size + 1], device=device))
+            for r in prefill
         ]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,3 +109,25 @@ class _Attention:
         scores[..., start:].masked_fill_(future, NEG_INF)
         mixed: Tensor = scores.softmax(-1).view(kv_heads, -1, end) @ v
         return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
+
+
+class _FusedAttention(_Attention):
+    """The same over torch's scaled_dot_product_attention, in the activation dtype."""
+
+    def _decode(self, layer: int, q: Tensor) -> Tensor:
+        keys, values = self.kv.gather(layer, self.tables)  # [B, S, Hk, D]
+        k, v, mask = keys.transpose(1, 2), values.transpose(1, 2), self.mask.to(q.dtype)
+        mixed = F.scaled_dot_product_attention(
+            q[:, :, None], k, v, attn_mask=mask, scale=self.scale, enable_gqa=True
+        )
+        return mixed.reshape(q.shape[0], -1)
+
+    def _chunk(self, layer: int, q: Tensor, table: Tensor, start: int) -> Tensor:
+        count = q.shape[0]
+        keys, values = self.kv.gather(layer, table)
+        k, v = (x[: start + count].transpose(0, 1)[None] for x in (keys, values))
+        past = torch.ones(count, start + count, dtype=torch.bool, device=q.device).tril(start)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k, v, attn_mask=past, scale=self.scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1).reshape(count, -1)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.cpu import cpu_operators
+from kernels.cuda import cuda_operators
 from kernels.operators import Operators
 from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings, engine_threads
@@ -68,7 +69,8 @@ class TorchEngine:
         self._pool = BlockPool(blocks, settings.block_size)
         self._zero_block = self._pool.acquire(1)  # stays zero: padding of block tables
         assert self._zero_block == [0]
-        self._runner = BatchRunner(model, ops or cpu_operators(), self._kv)
+        usual = cuda_operators if model.device.startswith("cuda") else cpu_operators
+        self._runner = BatchRunner(model, ops or usual(), self._kv)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, Running] = {}
         self._running: list[Running] = []

@@ -1,0 +1,326 @@
+"""The fast path on vLLM's AsyncLLM, through its public API alone.
+
+vLLM has no rollback, no pause and no way to change a running request, so each request here is a *stream* that
+is carried by one vLLM request after another (its *attempts*, each with an id of its own):
+
+- rollback: the attempt is aborted and prompt + committed tokens are submitted anew, before all that wait at
+  the same priority; vLLM's prefix cache holds all full blocks, so little is computed twice.
+- lookahead: an attempt may run to the request's end, and is aborted once the stream has reached its bound; so
+  a bound that moves in time (`extend` after each commit) costs no submission at all, and a stream that waits
+  for its verifier takes neither a place in the batch nor KV. `extend` then submits prompt + candidates.
+- Tokens that vLLM decoded beyond the bound before the abort reached it are kept, not shown, until the bound
+  moves.
+
+One thread runs the event loop that AsyncLLM lives in; streams are touched there only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm42.config import Settings
+from llm42.engine.base import EngineLoad, EngineOutput, Sink
+from llm42.engine.vllm_connection import Connection, connect
+from llm42.engine.vllm_sampling import arguments_of, finish_of, token_logprobs
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
+
+log = logging.getLogger(__name__)
+STOPPED = "the engine stopped"
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One vLLM request, and what carries it."""
+
+    id: str
+    priority: int
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request in the engine."""
+
+    request: Request
+    sink: Sink
+    limit: int
+    epoch: int = 0
+    count: int = 0
+    """Output tokens reported in this epoch; of a deterministic request they are kept in `output`."""
+    output: list[int] = field(default_factory=list)
+    surplus: list[int] = field(default_factory=list)
+    """Decoded beyond `limit`, not reported."""
+    parked: bool = False
+    """Waits for a rollback or an abort after an end-of-text candidate."""
+    attempt: Attempt | None = None
+    attempts: int = 0
+
+
+class VllmEngine:
+    """Implements llm42.engine.base.Engine."""
+
+    def __init__(self, settings: Settings, connect: Callable[[Settings], Connection] = connect) -> None:
+        """connect: makes the connection to vLLM, inside the engine's event loop; tests pass their own."""
+        self.settings = settings.engine
+        self._all_settings, self._connect = settings, connect
+        self._connection: Connection | None = None
+        self._streams: dict[str, Stream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()  # ids are never used twice: an abort may still be on its way
+        self._corrupt = random.Random(0)
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ---- any thread
+    # --------------------------------------------------------------------------------------------
+
+    def start(self) -> VllmEngine:
+        """Starts vLLM and waits until it is ready (minutes for a large model). Raises EngineUnavailable."""
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="vllm", daemon=True)
+        self._thread.start()
+        ready.result()
+        return self
+
+    def close(self) -> None:
+        """Ends vLLM; requests still running get an error output."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._end.set)
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """Whether vLLM runs and takes requests."""
+        return not self._closed and self._connection is not None and not self._connection.errored
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        """Starts a request. Raises RequestRejected when vLLM can never run it, Overloaded when the engine is
+        gone."""
+        needed, context = len(request.prompt) + request.max_tokens, self._all_settings.model.max_model_len
+        if needed > context:
+            raise RequestRejected(
+                f"prompt and max_tokens need {needed} positions; this server has {context} "
+                "(model.max_model_len)",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        connection = self._connection
+        if connection is None or not self.alive:
+            raise Overloaded("the engine is not running")
+        connection.check(request)
+        if not self._post(lambda: self._enter(Stream(request, sink, limit))):
+            raise Overloaded("the engine is not running")
+
+    def extend(self, request_id: str, limit: int) -> None:
+        """Renews the lookahead bound."""
+        self._post(lambda: self._extend(request_id, limit))
+
+    def rollback(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        """Cuts the request to exactly `output` and goes on from there."""
+        self._post(lambda: self._roll_back(request_id, output, epoch, limit))
+
+    def abort(self, request_id: str) -> None:
+        """Ends the request and frees what vLLM holds for it."""
+        self._post(lambda: self._leave(request_id))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What runs (vLLM's version, model runner, sizes); empty before `start`."""
+        return {} if self._connection is None else dict(self._connection.facts)
+
+    def load(self) -> EngineLoad:
+        """The present load: requests as this side knows them, KV from vLLM's statistics of its last step."""
+        if self._connection is None:
+            return EngineLoad(0, 0, 0, 0)
+        stats, capacity = self._connection.stats, self._connection.kv_tokens
+        active = len(self._tasks)
+        running = min(stats.running, active)
+        return EngineLoad(
+            running=running,
+            waiting=active - running,
+            kv_used=round(stats.kv_usage * capacity),
+            kv_total=capacity,
+            preemptions=stats.preemptions,
+            steps=stats.steps,
+        )
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Runs a command in the loop; False when the engine is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._loop.call_soon_threadsafe(command)
+            return True
+
+    # ---- the loop's thread
+    # -------------------------------------------------------------------------------------
+
+    def _run(self, ready: Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve(ready))
+        finally:
+            self._loop.close()
+
+    async def _serve(self, ready: Future[None]) -> None:
+        try:
+            # not awaited: AsyncLLM starts its own tasks in the loop that is running now
+            self._connection = connection = self._connect(self._all_settings)
+        except BaseException as error:
+            with self._lock:
+                self._closed = True
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        await self._end.wait()
+        self._fail_all(STOPPED)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        connection.close()
+        await asyncio.sleep(0)  # lets vLLM's cancelled tasks end before the loop is closed
+
+    def _enter(self, stream: Stream) -> None:
+        self._streams[stream.request.request_id] = stream
+        self._proceed(stream)
+
+    def _extend(self, request_id: str, limit: int) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.limit = limit
+            self._release(stream)
+            self._proceed(stream)
+
+    def _roll_back(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        self._stop(stream)
+        stream.output, stream.count, stream.epoch, stream.limit = [*output], len(output), epoch, limit
+        stream.surplus, stream.parked = [], False
+        self._proceed(stream)
+
+    def _leave(self, request_id: str) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._stop(stream)
+
+    def _stop(self, stream: Stream) -> None:
+        """Cancels the attempt; its task tells vLLM. Never called from within that task."""
+        if stream.attempt is not None and stream.attempt.task is not None:
+            stream.attempt.task.cancel()
+        stream.attempt = None
+
+    def _proceed(self, stream: Stream) -> None:
+        """Submits what is known of the stream, unless it is running already or has to wait."""
+        if stream.attempt is not None or stream.parked or stream.surplus or stream.count >= stream.limit:
+            return
+        # two steps of vLLM's priority for one of ours: a resubmission comes before its equals, and before
+        # nobody else
+        priority = 2 * stream.request.priority - (stream.attempts > 0)
+        stream.attempt = attempt = Attempt(f"{stream.request.request_id}#{next(self._numbers)}", priority)
+        stream.attempts += 1
+        attempt.task = task = self._loop.create_task(self._carry(stream, attempt))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, stream: Stream, attempt: Attempt) -> None:
+        """One attempt from submission to its end."""
+        assert self._connection is not None
+        connection, request, over = self._connection, stream.request, False
+        arguments = arguments_of(request, stream.count, self.settings.vllm.sampled_agreement)
+        tokens = [*request.prompt, *stream.output]
+        try:
+            async with aclosing(
+                connection.generate(attempt.id, tokens, arguments, attempt.priority)
+            ) as outputs:
+                async for output in outputs:
+                    over = output.finished
+                    if stream.attempt is not attempt or not self._take(stream, output.outputs[0]):
+                        break
+        except connection.dead as error:
+            over = True
+            self._fail_all(f"vLLM's engine process is gone: {error}")
+        except Exception as error:
+            log.exception("request %s failed in vLLM", attempt.id)
+            if stream.attempt is attempt:
+                self._fail(stream, f"{type(error).__name__}: {error}")
+        finally:
+            if not over:  # a request cancelled on its way in is known to its generator no more
+                await connection.abort(attempt.id)
+
+    def _take(self, stream: Stream, new: Any) -> bool:
+        """vLLM's new tokens (a CompletionOutput); False when the attempt must end here."""
+        finish, tokens = finish_of(new.finish_reason), new.token_ids
+        if not stream.request.deterministic:
+            logprobs = token_logprobs(tokens, new.logprobs, stream.request.num_logprobs)
+            self._report(stream, tokens, logprobs, finish)
+            if finish is not None:
+                self._streams.pop(stream.request.request_id, None)
+            return True
+        if finish is FinishReason.ABORT:
+            raise RuntimeError("vLLM aborted the request")  # not at our word: `attempt` would be another one
+        stream.surplus += tokens
+        self._release(stream)
+        if finish is None and not stream.parked and stream.count < stream.limit:
+            return True
+        stream.attempt = None
+        self._proceed(stream)
+        return False
+
+    def _release(self, stream: Stream) -> None:
+        """Reports surplus tokens up to the bound, or to an end token, after which the stream parks."""
+        if stream.parked:
+            return
+        tokens = [self._plant(t) for t in stream.surplus[: max(0, stream.limit - stream.count)]]
+        del stream.surplus[: len(tokens)]
+        end = next((i for i, t in enumerate(tokens) if t in stream.request.stop_token_ids), None)
+        if end is not None:
+            del tokens[end + 1 :]
+            stream.surplus, stream.parked = [], True
+        if tokens:
+            stream.output += tokens
+            self._report(stream, tokens)
+
+    def _plant(self, token: int) -> int:
+        """Test plant `engine.corrupt_share`: a wrong candidate now and then."""
+        assert self._connection is not None
+        share, vocab = self.settings.corrupt_share, self._connection.vocab_size
+        if share and self._corrupt.random() < share:
+            return (token + 1 + self._corrupt.randrange(vocab - 1)) % vocab
+        return token
+
+    def _fail(self, stream: Stream, error: str) -> None:
+        self._streams.pop(stream.request.request_id, None)
+        self._report(stream, error=error)
+
+    def _fail_all(self, error: str) -> None:
+        """vLLM is gone, or about to go."""
+        for stream in list(self._streams.values()):
+            self._stop(stream)
+            self._fail(stream, error)
+
+    def _report(
+        self,
+        stream: Stream,
+        tokens: Sequence[int] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        start, request_id = stream.count, stream.request.request_id
+        stream.count += len(tokens)
+        stream.sink(EngineOutput(request_id, stream.epoch, start, tuple(tokens), logprobs, finish, error))
