@@ -1,0 +1,325 @@
+"""A teacher-forced forward over whole sequences in which every operator's arithmetic can be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.affinity_kernels import norm
+from kernels.attention import TritonAttention
+from kernels.linear import lm_head_cublas_into
+from kernels.rmsnorm import rms_norm_triton
+from kernels.rotary import rotary_triton
+from kernels.silu_mul import silu_mul_triton
+from llm42.models.weights import LayerWeights, LoadedModel
+from llm42.verifier.cuda_runner import attention_shape
+
+PAGE, CHUNK = 16, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """norms: "rounded" (the residual after every add), "chain" (inside a layer it is carried in float32),
+    "custom" (vLLM's own kernels, activation and rotary too), "compiled" (the layer as inductor compiles it).
+    attention: "triton", "rows" (FlashAttention 3, every row a sequence), "mixed" (prompts as chunks)."""
+
+    norms: str = "rounded"
+    table: str = "float64"
+    attention: str = "triton"
+    logits: str = "float32"
+    warps: int = 1
+
+
+@dataclass(slots=True)
+class Batch:
+    """Sequences one after another; `prompts` are lengths; `following` is the token after each row."""
+
+    tokens: Tensor
+    positions: Tensor
+    starts: list[int]
+    lengths: list[int]
+    prompts: list[int]
+    following: Tensor
+    logprobs: Tensor
+    scored: Tensor
+
+    @classmethod
+    def make(cls, prompts: list[list[int]], outputs: list[list[int]], logprobs: list[list[float]]) -> Batch:
+        """The rows of prompt + output but for the last token."""
+        tokens, positions, following, values, scored, starts, lengths = [], [], [], [], [], [], []
+        for prompt, output, lps in zip(prompts, outputs, logprobs, strict=True):
+            whole, n = [*prompt, *output], len(prompt)
+            starts.append(len(tokens))
+            lengths.append(len(whole) - 1)
+            tokens += whole[:-1]
+            positions += range(len(whole) - 1)
+            following += whole[1:]
+            values += [0.0] * (n - 1) + lps
+            scored += range(starts[-1] + n - 1, starts[-1] + len(whole) - 1)
+        ints = [torch.tensor(x, device="cuda") for x in (tokens, positions, following, scored)]
+        return cls(
+            ints[0], ints[1], starts, lengths, [len(p) for p in prompts], ints[2],
+            torch.tensor(values, device="cuda", dtype=torch.float64), ints[3],
+        )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Products of at most CHUNK rows: the row counts for which equality was measured."""
+    return torch.cat([F.linear(part, weight) for part in x.split(CHUNK)])
+
+
+def vllm_table(model: LoadedModel, positions: int) -> Tensor:
+    """cos and sin as vLLM makes them: float32 on the device, then rounded. [P, D] float32."""
+    dim, theta = model.config.head_dim, model.config.rope.theta
+    with torch.device("cuda"):
+        exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        angles = torch.einsum("i,j -> ij", torch.arange(positions, dtype=torch.float), 1.0 / theta**exponent)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1).to(model.dtype).float()
+
+
+class Forward:
+    """One model and one batch; `run` takes a variant."""
+
+    def __init__(self, model: LoadedModel, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        c, count = model.config, len(batch.starts)
+        per = -(-max(batch.lengths) // PAGE)
+        self.tables = torch.arange(count * per, dtype=torch.int32, device="cuda").view(count, per)
+        shape = (count * per * PAGE, c.num_kv_heads, c.head_dim)
+        self.k, self.v = (torch.zeros(shape, dtype=model.dtype, device="cuda") for _ in range(2))
+        owner = torch.repeat_interleave(
+            torch.arange(count, device="cuda"), torch.tensor(batch.lengths, device="cuda")
+        )
+        self.slots = owner * per * PAGE + batch.positions
+        self.owner = owner
+        self.prompt_row = batch.positions < torch.tensor(batch.prompts, device="cuda")[owner]
+        self.attention = TritonAttention(
+            attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, PAGE), torch.device("cuda")
+        )
+        self.compiled: Compiled | None = None
+
+    # --- attention
+
+    def attend(self, variant: Variant, q: Tensor) -> Tensor:
+        if variant.attention == "triton":
+            starts, tables = [0] * len(self.batch.starts), self.tables.tolist()
+            return self.attention.run(q, self.k, self.v, starts, self.batch.lengths, tables)
+        out = torch.empty_like(q)
+        rows = torch.ones_like(self.prompt_row)
+        if variant.attention == "mixed":
+            rows = ~self.prompt_row
+            out[self.prompt_row] = self.prompt_chunks(q[self.prompt_row])
+        used = (self.batch.positions[rows] + 1).int()
+        each = torch.arange(len(used) + 1, dtype=torch.int32, device="cuda")
+        out[rows] = self.flash(q[rows], each, 1, used, self.tables[self.owner[rows]])
+        return out
+
+    def prompt_chunks(self, q: Tensor) -> Tensor:
+        lengths = torch.tensor(self.batch.prompts, dtype=torch.int32, device="cuda")
+        starts = F.pad(lengths.cumsum(0), (1, 0)).int()
+        return self.flash(q, starts, max(self.batch.prompts), lengths, self.tables)
+
+    def flash(self, q: Tensor, starts: Tensor, longest: int, used: Tensor, tables: Tensor) -> Tensor:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        paged = [x.view(-1, PAGE, *x.shape[1:]) for x in (self.k, self.v)]
+        return flash_attn_varlen_func(
+            q.contiguous(), *paged, max_seqlen_q=longest, cu_seqlens_q=starts, max_seqlen_k=2048,
+            seqused_k=used, causal=True, block_table=tables.contiguous(), fa_version=3, num_splits=1,
+        )  # fmt: skip
+
+    # --- layers
+
+    @torch.inference_mode()
+    def run(self, variant: Variant, watch: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+        """Final normed hidden states of the scored rows."""
+        w = self.model.weights
+        table = w.cos_sin if variant.table == "float64" else vllm_table(self.model, w.cos_sin.shape[0])
+        layers, positions = w.layers, self.batch.positions
+        residual = w.embed[self.batch.tokens]
+        graphs = self.graphs(table) if variant.norms == "compiled" else None
+        if graphs:
+            q, k, v = graphs.first(residual, positions)
+        else:
+            x = self.norm(variant, (residual,), layers[0].input_norm, False)[0]
+        for index, layer in enumerate(layers):
+            if graphs is None:
+                q, k, v = self.qkv(variant, linear(x, layer.qkv), table)
+            self.k[self.slots], self.v[self.slots] = k, v
+            if watch:
+                watch(index, k, v)
+            mixed = self.attend(variant, q).flatten(1)
+            last = index + 1 == len(layers)
+            if graphs is None:
+                following = w.final_norm if last else layers[index + 1].input_norm
+                x, residual = self.layer(variant, layer, following, mixed, residual)
+            elif last:
+                x, residual = graphs.piece(index, mixed, residual, positions)
+            else:
+                q, k, v, residual = graphs.piece(index, mixed, residual, positions)
+        return x[self.batch.scored]
+
+    def graphs(self, table: Tensor) -> Compiled:
+        if self.compiled is None:
+            self.compiled = Compiled(self.model, table.to(self.model.dtype))
+        return self.compiled
+
+    def layer(
+        self, variant: Variant, layer: LayerWeights, following: Tensor, mixed: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        o = linear(mixed, layer.o)
+        if variant.norms == "chain":
+            x, _ = self.norm(variant, (o, residual), layer.post_norm, False)
+            y = linear(self.act(variant, linear(x, layer.gate_up)), layer.down)
+            return self.norm(variant, (y, o, residual), following, True)
+        x, residual = self.norm(variant, (o, residual), layer.post_norm, True)
+        y = linear(self.act(variant, linear(x, layer.gate_up)), layer.down)
+        return self.norm(variant, (y, residual), following, True)
+
+    def norm(
+        self, variant: Variant, terms: tuple[Tensor, ...], weight: Tensor, store: bool
+    ) -> tuple[Tensor, Tensor]:
+        eps = self.model.config.rms_norm_eps
+        if variant.norms == "chain":
+            return norm(terms, weight, eps, store=store, warps=variant.warps)
+        if variant.norms == "rounded":
+            return rms_norm_triton(terms[0], terms[1] if len(terms) > 1 else None, weight, eps)
+        if len(terms) == 1:
+            out = torch.empty_like(terms[0])
+            torch.ops._C.rms_norm(out, terms[0], weight, eps)
+            return out, terms[0]
+        x, residual = terms[0].clone(), terms[1].clone()
+        torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
+        return x, residual
+
+    def act(self, variant: Variant, gate_up: Tensor) -> Tensor:
+        if variant.norms != "custom":
+            return silu_mul_triton(gate_up)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        torch.ops._C.silu_and_mul(out, gate_up)
+        return out
+
+    def qkv(self, variant: Variant, qkv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.model.config
+        q, k, v = qkv.view(len(qkv), -1, c.head_dim).split(
+            (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1
+        )
+        if variant.norms != "custom":
+            return *rotary_triton(q, k, self.batch.positions, table), v
+        q, k = q.flatten(1).contiguous(), k.flatten(1).contiguous()
+        torch.ops._C.rotary_embedding(
+            self.batch.positions, q, k, c.head_dim, table.to(self.model.dtype), True
+        )
+        return q.view(len(q), -1, c.head_dim), k.view(len(k), -1, c.head_dim), v
+
+    # --- scores
+
+    @torch.inference_mode()
+    def score(self, variant: Variant, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Per scored row: whether the argmax is vLLM's token, and the distance of log-probabilities."""
+        head, rows = self.model.weights.lm_head, self.batch.scored
+        same, distance = [], []
+        for part, at in zip(hidden.split(CHUNK), rows.split(CHUNK), strict=True):
+            if variant.logits == "float32":
+                logits = torch.empty(len(part), len(head), device="cuda")
+                lm_head_cublas_into(part, head, logits)
+            else:
+                logits = F.linear(part, head).float()
+            wanted = self.batch.following[at]
+            same.append(logits.argmax(-1) == wanted)
+            lse = (logits - logits.max(-1, keepdim=True).values).double().exp().sum(-1).log()
+            top = logits.max(-1).values.double()
+            lp = logits.gather(1, wanted[:, None])[:, 0].double() - top - lse
+            distance.append((lp - self.batch.logprobs[at]).abs())
+        return torch.cat(same), torch.cat(distance)
+
+
+# --- the layer as a compiler sees it
+
+INDUCTOR = {"combo_kernels": True, "benchmark_combo_kernel": True}
+EXAMPLE_ROWS = 8192
+"""Rows of the call that a graph is compiled with: launch parameters follow from it."""
+
+
+class Compiled:
+    """The row-wise work between two attentions as one graph, compiled once for any number of rows."""
+
+    def __init__(self, model: LoadedModel, table: Tensor) -> None:
+        c = model.config
+        self.model, self.table, self.shape = model, table, (c.num_heads, c.num_kv_heads, c.head_dim)
+        self._first, self._piece, self._last = (
+            torch.compile(f, options=INDUCTOR) for f in (self.first_graph, self.piece_graph, self.last_graph)
+        )
+        example = torch.randn(EXAMPLE_ROWS, c.hidden_size, device="cuda").to(model.dtype)
+        positions = torch.zeros(EXAMPLE_ROWS, dtype=torch.int64, device="cuda")
+        mixed = torch.randn(EXAMPLE_ROWS, c.num_heads * c.head_dim, device="cuda").to(model.dtype)
+        self.first(example, positions)
+        self.piece(0, mixed, example, positions)
+        self.piece(c.num_layers - 1, mixed, example, positions)
+
+    def first(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        layer = self.model.weights.layers[0]
+        return self._chunked(self._first, (x, positions), layer.input_norm, layer.qkv)
+
+    def piece(self, index: int, mixed: Tensor, residual: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        w = self.model.weights
+        layer = w.layers[index]
+        own = (layer.o, layer.post_norm, layer.gate_up, layer.down)
+        if index + 1 == len(w.layers):
+            return self._chunked(self._last, (mixed, residual), *own, w.final_norm)
+        after = w.layers[index + 1]
+        rows = (mixed, residual, positions)
+        return self._chunked(self._piece, rows, *own, after.input_norm, after.qkv)
+
+    @staticmethod
+    def _chunked(run: Any, rows: tuple[Tensor, ...], *weights: Tensor) -> tuple[Tensor, ...]:
+        chunk = EXAMPLE_ROWS if len(rows[0]) == EXAMPLE_ROWS else CHUNK
+        out = []
+        for part in zip(*(x.split(chunk) for x in rows), strict=True):
+            for x in part:
+                torch._dynamo.mark_dynamic(x, 0)
+            out.append([y.clone() for y in run(*part, *weights)])
+        return tuple(torch.cat(parts) for parts in zip(*out, strict=True))
+
+    def first_graph(self, x: Tensor, positions: Tensor, norm: Tensor, qkv: Tensor) -> tuple[Tensor, ...]:
+        return self._project(self._rms(x.to(torch.float32), norm), qkv, positions)
+
+    def piece_graph(
+        self, mixed: Tensor, residual: Tensor, positions: Tensor, o: Tensor, post: Tensor, gate_up: Tensor,
+        down: Tensor, norm: Tensor, qkv: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        x, residual = self.last_graph(mixed, residual, o, post, gate_up, down, norm)
+        return *self._project(x, qkv, positions), residual
+
+    def last_graph(
+        self, mixed: Tensor, residual: Tensor, o: Tensor, post: Tensor, gate_up: Tensor, down: Tensor,
+        norm: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        x, residual = self._add_rms(F.linear(mixed, o), residual, post)
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return self._add_rms(F.linear(F.silu(gate) * up, down), residual, norm)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        x = x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + self.model.config.rms_norm_eps)
+        return x.to(weight.dtype) * weight
+
+    def _add_rms(self, x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        s = x.to(torch.float32) + residual.to(torch.float32)
+        return self._rms(s, weight), s.to(x.dtype)
+
+    def _project(self, x: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        heads, kv_heads, dim = self.shape
+        qkv = F.linear(x, weight).view(x.shape[0], -1, dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        cos, sin = self.table.index_select(0, positions).unsqueeze(-2).chunk(2, dim=-1)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
