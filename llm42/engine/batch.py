@@ -37,6 +37,7 @@ class BatchRunner:
 
     def __init__(self, model: LoadedModel, ops: Operators, kv: KVCache) -> None:
         self.model, self.ops, self.kv = model, ops, kv
+        self.attention = FusedAttention if model.device.startswith("cuda") else PlainAttention
 
     @torch.inference_mode()
     def step(self, decode: list[Rows], prefill: list[Rows]) -> Tensor:
@@ -44,15 +45,14 @@ class BatchRunner:
         groups, device = [*decode, *prefill], self.model.device
         tokens = torch.tensor([t for r in groups for t in r.tokens], device=device)
         places = [p for r in groups for p in range(r.start, r.start + len(r.tokens))]
-        kind = _FusedAttention if device.startswith("cuda") else _Attention
-        attention = kind(self.model, self.kv, decode, prefill)
+        attention = self.attention(self.model, self.kv, decode, prefill)
         hidden = forward(self.model, self.ops, tokens, torch.tensor(places, device=device), attention)
         ends = torch.tensor([len(r.tokens) for r in groups]).cumsum(0) - 1
         # one copy for the whole step; each request's row is drawn on the CPU
         return logits(self.model, self.ops, hidden[ends.to(device)]).cpu()
 
 
-class _Attention:
+class PlainAttention:
     """The `attend` callback of one step: writes KV, then one padded batch for decode and one call per
     prompt chunk."""
 
@@ -111,7 +111,7 @@ class _Attention:
         return mixed.view(kv_heads, -1, count, dim).permute(2, 0, 1, 3).reshape(count, -1).to(q.dtype)
 
 
-class _FusedAttention(_Attention):
+class FusedAttention(PlainAttention):
     """The same over torch's scaled_dot_product_attention, in the activation dtype."""
 
     def _decode(self, layer: int, q: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ JSON = {"content-type": "application/json"}
 
 
 def test_a_hopelessly_long_text_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding megabytes takes seconds; a text of spaces that a template may strip is encoded all the same."""
+    """Encoding megabytes takes seconds; spaces, which a template may strip, are encoded all the same."""
     encoded: list[int] = []
     monkeypatch.setattr(Tokenizer, "encode", lambda _, text, **__: encoded.append(len(text)) or [1])
     with pytest.raises(RequestRejected, match="cannot fit"):

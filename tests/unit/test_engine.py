@@ -18,7 +18,7 @@ from kernels.cpu import cpu_operators
 from llm42.cache import KVCache
 from llm42.config import EngineSettings, Settings
 from llm42.engine.base import EngineOutput
-from llm42.engine.batch import BatchRunner, Rows
+from llm42.engine.batch import BatchRunner, FusedAttention, PlainAttention, Rows
 from llm42.engine.torch_engine import TorchEngine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
@@ -74,6 +74,27 @@ class Client:
         if output.epoch == self.epoch and output.error is None:
             assert output.start == len(self.tokens), "output tokens are missing or came twice"
             self.tokens += output.tokens
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_both_attentions_agree(model: LoadedModel, broken: bool) -> None:
+    """The one for GPUs against the one for CPUs, decode rows and prompt chunks over one cache, in float32;
+    with a neighbour's block in the table they do not."""
+    c, rows = model.config, [prompt_of(seed, 40) for seed in range(3)]
+    tables = [[3, 4, 5], [6, 7, 8], [9, 1, 2]]
+    found = []
+    for kind in (PlainAttention, FusedAttention):
+        runner = BatchRunner(
+            model, cpu_operators(), KVCache(c.num_layers, 10, BLOCK, c.num_kv_heads, c.head_dim, model.dtype)
+        )
+        runner.attention = kind
+        first = [Rows(t[:n], 0, table) for t, table, n in zip(rows, tables, (39, 20, 17), strict=True)]
+        runner.step([], first)
+        table = tables[1] if broken and kind is FusedAttention else tables[0]
+        decode = [Rows(rows[0][39:], 39, table)]
+        chunks = [Rows(rows[1][20:], 20, tables[1]), Rows(rows[2][17:30], 17, tables[2])]
+        found.append(runner.step(decode, chunks))
+    assert torch.allclose(*found, atol=1e-4, rtol=1e-4) != broken
 
 
 def engine_of(model: LoadedModel, **settings: Any) -> TorchEngine:
