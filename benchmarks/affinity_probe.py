@@ -62,6 +62,7 @@ class Watch:
             start, length, prompt = (
                 x[index] for x in (self.batch.starts, self.batch.lengths, self.batch.prompts)
             )
+            length = min(length, cache.shape[1])
             want = cache[layer][:length].cuda()
             shares = []
             for ours, theirs in ((k, want[..., :dim]), (v, want[..., dim:])):

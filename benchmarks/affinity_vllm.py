@@ -53,8 +53,12 @@ def start(directory: Path, **options: Any) -> Any:
 def run(llm: Any, prompts: list[list[int]], keep: tuple[int, ...] = ()) -> dict[str, Any]:
     """All prompts at once, greedy: tokens, log-probabilities, and the block tables of `keep`."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False, logprobs=0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False, logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
     engine, tables, done = llm.llm_engine, {}, {}
     began = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -131,8 +135,9 @@ def main() -> None:
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
     result["runner"] = f"{type(runner).__module__}.{type(runner).__name__}"
-    rotary = [m for m in runner.model.modules() if hasattr(m, "cos_sin_cache")]
-    result["cos_sin"] = rotary[0].cos_sin_cache.cpu()
+    result["cos_sin"] = next(
+        m.cos_sin_cache.cpu() for m in gc.get_objects() if type(m).__name__.endswith("RotaryEmbedding")
+    )
     result["config"] = str(llm.llm_engine.vllm_config)
     for load in LOADS[: {"custom": 2, "eager": 1}.get(name, 3)]:
         keep = KEPT if load == LOADS[0] else ()
