@@ -36,12 +36,9 @@ class FastPath:
 
     def _build(self) -> tuple[Any, Any]:
         from llm42.driver import Generator
-        from llm42.engine.torch_engine import TorchEngine
-        from llm42.verifier.build import load_for
+        from llm42.engine.build import build_engine, load_tokenizer
 
-        loaded, tokenizer = load_for(self._settings)
-        engine = TorchEngine(loaded, self._settings.engine)
-        engine.start()
+        tokenizer, engine = load_tokenizer(self._settings), build_engine(self._settings)
         return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
 
     async def generate(

@@ -62,11 +62,14 @@ def read_serve_config(path: str | Path) -> Settings:
 
 def absolute(settings: Settings) -> Settings:
     """The same settings with absolute paths."""
+    exports = str(Path(settings.engine.vllm.export_dir).absolute())
+    vllm = settings.engine.vllm.model_copy(update={"export_dir": exports})
+    engine = settings.engine.model_copy(update={"vllm": vllm})
     model = settings.model.model_copy(update={"path": str(Path(settings.model.path).absolute())})
     where = settings.verifier.certificate_dir
     cached = None if where is None else str(Path(where).absolute())
     verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
-    return settings.model_copy(update={"model": model, "verifier": verifier})
+    return settings.model_copy(update={"model": model, "engine": engine, "verifier": verifier})
 
 
 def prepare_environment() -> None:

@@ -33,7 +33,8 @@ class Plan:
     return_token_ids: bool
     num_logprobs: int | None
     deterministic: bool
-    seed: int
+    seed: int | None
+    """What repeats the output; None: nothing does."""
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[Request, ...] = field(repr=False)
     """Choice i is requests[i]: the n choices of the first prompt, then those of the second, ..."""
@@ -50,6 +51,7 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
         )
     deterministic = body.wants_determinism(settings.server.deterministic_default)
     seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
+    seeded = deterministic or body.seed is not None
     _not_hopeless(body, settings.model.max_model_len, tokenizer)
     prompts = _prompts(body, tokenizer)
     if (asked := len(prompts) * (body.n or 1)) > settings.server.max_queued:
@@ -75,6 +77,7 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
                     stop_token_ids=_stop_ids(body, tokenizer),
                     include_stop=bool(body.include_stop_str_in_output),
                     num_logprobs=_num_logprobs(body),
+                    seeded=seeded,
                 )
             )
     return Plan(
@@ -86,7 +89,8 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
         return_token_ids=bool(body.return_token_ids),
         num_logprobs=_num_logprobs(body),
         deterministic=deterministic,
-        seed=seed,
+        # vLLM draws an unseeded request's noise by itself: no seed would repeat it
+        seed=seed if seeded or settings.engine.kind == "torch" else None,
         prompts=prompts,
         requests=tuple(requests),
     )

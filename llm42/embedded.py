@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llm42.config import Settings
 from llm42.driver import Generator
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.build import build_engine, load_tokenizer
 from llm42.local import LocalVerifier
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
@@ -20,7 +20,8 @@ class Embedded:
     ) -> None:
         """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
         progress("Loading the model")
-        loaded, self.tokenizer = load_for(settings)
+        needed = deterministic or settings.engine.kind == "torch"  # vLLM has its own copy
+        loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings))
         self.settings = settings
         self.verifier: Verifier | None = None
         if deterministic:
@@ -32,8 +33,14 @@ class Embedded:
                 progress=lambda operator: progress(f"Certifying: {operator}"),
             )
             self.verifier = built.start()
-        self.engine = TorchEngine(loaded, settings.engine)
-        self.engine.start()
+        if settings.engine.kind == "vllm":
+            progress("Starting vLLM")
+        try:
+            self.engine = build_engine(settings, loaded)
+        except BaseException:
+            if self.verifier is not None:
+                self.verifier.close()
+            raise
         client = LocalVerifier(self.verifier) if self.verifier else None
         self.generator = Generator(self.engine, self.tokenizer, settings, client)
 

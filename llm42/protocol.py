@@ -53,6 +53,8 @@ class Request:
     """Smaller goes first when requests wait, and is preempted last."""
     num_logprobs: int | None = None
     """None: no log-probabilities; 0: the chosen token's only; n: also the n most likely ones."""
+    seeded: bool = True
+    """False: the client named no seed, so a best-effort engine need not keep the noise of `sampling.seed`."""
 
 
 @dataclass(frozen=True, slots=True)

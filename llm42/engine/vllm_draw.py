@@ -1,8 +1,8 @@
 """A vLLM logits processor that makes deterministic requests propose the canonical sampler's tokens.
 
 vLLM loads it in its engine process when `engine.vllm.sampled_agreement` is on. A row that asks for it
-(vllm_sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it. The
-draw is llm42.sampling.draw itself: the candidate is the canonical token whenever the logits lead to it.
+(vllm_sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it.
+The draw is llm42.sampling.draw itself: the candidate is the canonical token whenever the logits lead to it.
 
 Cost: one draw, and one wait for the device, per such row and step, in vLLM's step. Other rows are not
 touched.

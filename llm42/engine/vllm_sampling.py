@@ -4,10 +4,11 @@ Deterministic requests. What vLLM proposes only has to be a good guess at the ca
 - Penalties, logit_bias, min_tokens, top-k, top-p and min-p stay off: after a resubmission vLLM would take
   committed output for prompt and apply them wrongly, and the first three cost vLLM time per step.
 - At temperature 0 the guess is vLLM's argmax: right, but for rounding.
-- At a higher temperature the canonical token depends on noise that vLLM's sampler does not know. The best guess
-  without it is again the argmax: it is right with the probability of the most likely token, p_max, which no
-  sample of vLLM's own can beat (that would be right with the sum of all p squared). So about 1 / (1 - p_max)
-  tokens pass before a rollback. With `engine.vllm.sampled_agreement` vllm_draw.py applies the canonical sampler.
+- At a higher temperature the canonical token depends on noise that vLLM's sampler does not know. The best
+  guess without it is again the argmax: it is right with the probability of the most likely token, p_max,
+  which no sample of vLLM's own can beat (that would be right with the sum of all p squared). So about
+  1 / (1 - p_max) tokens pass before a rollback. With `engine.vllm.sampled_agreement` vllm_draw.py applies
+  the canonical sampler.
 
 Best-effort requests get vLLM's own sampler with exactly what the client asked for.
 """
@@ -65,7 +66,7 @@ def _own_sampler(request: Request) -> dict[str, Any]:
     }
     if p.logit_bias:
         arguments["logit_bias"] = dict(p.logit_bias)
-    if not is_greedy(p):
+    if request.seeded and not is_greedy(p):
         arguments["seed"] = p.seed & _SEED_MASK  # vLLM keeps seeds as signed 64-bit integers
     return arguments
 

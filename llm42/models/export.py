@@ -1,7 +1,8 @@
 """Writes a GGUF file's model as a Hugging Face directory, for engines that read nothing else.
 
-Weights are dequantised and rounded as llm42.models.weights does it, so both sides compute with the same numbers.
-The directory is kept under a name that follows from the file's content, and appears only when it is complete.
+Weights are dequantised and rounded as llm42.models.weights does it, so both sides compute with the same
+numbers. The directory is kept under a name that follows from the file's content, and appears only when it is
+complete.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ SHARD_BYTES = 2 << 30
 def export_model(path: str | Path, dtype: str, directory: str | Path) -> Path:
     """Returns the exported model's directory below `directory`, made when it is not there yet.
 
-    path: a GGUF file. dtype: the activation dtype, to which all weights are rounded. Raises ModelFileError (the
-    file) or UnsupportedModel (a field that config.json cannot express).
+    path: a GGUF file. dtype: the activation dtype, to which all weights are rounded. Raises ModelFileError
+    (the file) or UnsupportedModel (a field that config.json cannot express).
     """
     place = Path(path)
     config = read_config(place)
