@@ -35,7 +35,11 @@ def build(args: dict[str, Any]) -> Application:
     settings = Settings.load(args)
     tree = settings.model_dump(mode="json")
     replicas = settings.server.fastpath_replicas
-    fastpath = serve.deployment(FastPath, name="FastPath", num_replicas=replicas, **FAST_PATH_OPTIONS)
+    options = FAST_PATH_OPTIONS
+    if settings.model.device == "cuda":
+        actor = options["ray_actor_options"] | {"num_gpus": settings.engine.gpus}
+        options = options | {"ray_actor_options": actor}
+    fastpath = serve.deployment(FastPath, name="FastPath", num_replicas=replicas, **options)
     entry = serve.ingress()(Ingress)
     replicas = settings.server.ingress_replicas
     ingress = serve.deployment(entry, name="Ingress", num_replicas=replicas, **INGRESS_OPTIONS)

@@ -76,7 +76,7 @@ def get_or_create(name: str, settings: Settings, model_identity: str) -> Any:
     options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
     if settings.model.device == "cuda":
         env |= CUBLAS_ENVIRONMENT  # read when CUDA starts: it must be there before the actor is
-        options["num_gpus"] = 0.1
+        options["num_gpus"] = settings.verifier.gpus
     actor = ray.remote(VerifierActor).options(
         name=name,
         namespace=NAMESPACE,

@@ -71,6 +71,9 @@ class EngineSettings(_Section):
     max_batch: int = Field(32, gt=0, description="requests decoded together")
     prefill_chunk: int = Field(256, gt=0, description="most prompt tokens in one step")
     threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: half the cores, at least 1")
+    gpus: float = Field(
+        0.9, gt=0, description="GPUs that Ray reserves for a replica, when model.device is cuda"
+    )
     corrupt_share: float = Field(0.0, ge=0, le=1, description="test plant: share of candidates made wrong")
 
 
@@ -81,6 +84,9 @@ class VerifierSettings(_Section):
     block_size: int = Field(16, gt=0)
     buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), description="step sizes, in rows")
     threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
+    gpus: float = Field(
+        0.1, gt=0, description="GPUs that Ray reserves for a verifier, when model.device is cuda"
+    )
     max_waiting: int = Field(
         256, gt=0, description="windows that may wait; beyond it the verifier says overloaded"
     )
@@ -93,6 +99,14 @@ class VerifierSettings(_Section):
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
             raise ValueError("verifier.buckets must be distinct positive row counts in rising order")
         return self
+
+
+GPU_DEFAULTS: dict[str, Any] = {
+    "block_size": 64,
+    "buckets": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    "kv_tokens": 131072,
+}
+"""verifier.* where model.device is cuda and the configuration does not say otherwise."""
 
 
 class SessionSettings(_Section):
@@ -143,6 +157,18 @@ class Settings(_Section):
     verifier: VerifierSettings = VerifierSettings()
     session: SessionSettings = SessionSettings()
     server: ServerSettings = ServerSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_device(cls, data: Any) -> Any:
+        """A GPU's verifier wants other step and block sizes than a CPU's."""
+        if not isinstance(data, dict):
+            return data
+        model, verifier = data.get("model"), data.get("verifier", {})
+        device = model.get("device") if isinstance(model, dict) else getattr(model, "device", None)
+        if device != "cuda" or not isinstance(verifier, dict):
+            return data
+        return data | {"verifier": GPU_DEFAULTS | verifier}
 
     @classmethod
     def load(cls, source: str | Path | dict[str, Any] | None) -> Settings:

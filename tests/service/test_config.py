@@ -45,6 +45,30 @@ def test_every_setting_has_a_comment_near_it() -> None:
             assert any(x.strip().startswith("#") for x in above), f"no comment above: {line}"
 
 
+def test_a_gpu_has_step_sizes_of_its_own_unless_told_otherwise() -> None:
+    verifier = Settings.load({"model": {"device": "cuda"}}).verifier
+    assert (verifier.block_size, verifier.buckets[-1]) == (64, 1024)
+    told = Settings.load({"model": {"device": "cuda"}, "verifier": {"buckets": [8], "block_size": 128}})
+    assert (told.verifier.block_size, told.verifier.buckets) == (128, (8,))
+    assert Settings().verifier.block_size == 16
+    again = Settings.load(told.model_dump(mode="json"))
+    assert again == told, "what is sent to a replica is what was configured"
+
+
+def test_on_a_gpu_ray_reserves_shares_of_it() -> None:
+    app = build({"model": {"device": "cuda"}, "engine": {"gpus": 0.75}})
+    (fastpath,) = [d for d in _deployments(app) if d.name == "FastPath"]
+    assert fastpath.ray_actor_options["num_gpus"] == 0.75
+    (plain,) = [d for d in _deployments(build({})) if d.name == "FastPath"]
+    assert "num_gpus" not in plain.ray_actor_options
+
+
+def _deployments(app: Any) -> list[Any]:
+    """All deployments of an application, from the ingress down."""
+    bound = app._bound_deployment
+    return [bound, *(d for a in bound.init_args if hasattr(a, "_bound_deployment") for d in _deployments(a))]
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
