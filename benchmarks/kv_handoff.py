@@ -1,0 +1,298 @@
+"""Can vLLM take a prompt's KV from the verifier, so that a deterministic prompt is prefilled once?
+
+python -m benchmarks.kv_handoff PART --model MODEL [--device cuda] [--dtype bfloat16] [--out FILE]
+
+MODEL: a GGUF file or a Hugging Face directory. The verifier runs in this process, vLLM's engine in another,
+which reads the verifier's cache in place (kv_pool.py). Exits with 1 when a check fails.
+
+  hand    outputs after a hand-over, prompt tokens computed, controls (wrong KV, requests without a handle,
+          a pool that is gone, abort and resubmission, one step with everything)
+  bare    vLLM without the connector generates the same (give --out of `hand` as --against)
+  preempt the same with too few blocks, so that requests are preempted
+  cost    seconds to the first token and copy times, with and without a handle
+
+In float32 every comparison is for equality. In bfloat16 the two sides round differently, so that outputs may
+part after a while; then the log-probability of the first token must agree within BF16_LOGPROB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source
+from kernels.linear import CUBLAS_ENVIRONMENT
+from llm42.models.load import load_model
+from llm42.threads import set_threads
+
+LENGTHS = (5, 64, 150, 257, 400)
+OUTPUT = 32
+BF16_LOGPROB = 0.15
+MAX_LEN = 1024
+ENVIRONMENT = CUBLAS_ENVIRONMENT | {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Proof:
+    """One engine, one source, the prompts; collects figures and failed checks."""
+
+    def __init__(self, options: argparse.Namespace, connector: bool = True, **engine: Any) -> None:
+        self.exact = options.dtype == "float32"
+        model = load_model(options.model, options.dtype, options.device, MAX_LEN)
+        self.source = Source(model, MAX_LEN, 16384)
+        self.prompts = [self.source.prefill(p) for p in prompts(options.model)]
+        handle, trace = tempfile.mkstemp(suffix=".jsonl")
+        os.close(handle)
+        self.trace = Path(trace)
+        if options.device == "cuda":
+            engine = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5} | engine
+        self.engine = Engine(
+            directory_of(options), self.trace if connector else None, dtype=options.dtype,
+            max_model_len=MAX_LEN, **(options.engine | engine),
+        )  # fmt: skip
+        self.facts: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def check(self, name: str, holds: bool) -> None:
+        """Notes a check."""
+        print("ok  " if holds else "FAIL", name, flush=True)
+        if not holds:
+            self.failed.append(name)
+
+    def same(self, name: str, ours: dict[str, Got], reference: dict[str, Got]) -> None:
+        """Outputs agree: in float32 all tokens, in bfloat16 the first log-probability."""
+        for key, got in ours.items():
+            wanted = reference[key]
+            gap = abs(got.logprobs[0] - wanted.logprobs[0])
+            agree = agreement(got.tokens, wanted.tokens)
+            self.facts.setdefault(name, {})[key] = {"agree": agree, "first_logprob_gap": gap}
+            holds = got.tokens == wanted.tokens if self.exact else gap < BF16_LOGPROB
+            self.check(f"{name} {key}: {agree} of {len(wanted.tokens)} tokens, gap {gap:.1e}", holds)
+
+    def finish(self, out: Path | None) -> None:
+        """Writes what was found; ends everything."""
+        self.engine.close()
+        self.source.close()
+        self.trace.unlink()
+        text = json.dumps({"failed": self.failed, **self.facts}, indent=1)
+        if out is not None:
+            out.write_text(text + "\n")
+        sys.exit(1 if self.failed else 0)
+
+
+def prompts(model: str) -> list[list[int]]:
+    """Text of the demo's questions, cut to LENGTHS."""
+    from llm42.demo import PROMPTS
+    from llm42.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(model)
+    stream = tokenizer.encode("\n".join(PROMPTS * 12))
+    return [stream[11 * i : 11 * i + length] for i, length in enumerate(LENGTHS)]
+
+
+def directory_of(options: argparse.Namespace) -> str:
+    """What vLLM loads."""
+    from llm42.models.export import export_model
+
+    place = Path(options.model)
+    return str(place if place.is_dir() else export_model(place, options.dtype, ".cache/exports"))
+
+
+def agreement(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def plain(prompts: list[Prefilled], salt: str | None, length: int = OUTPUT) -> list[Ask]:
+    """Best-effort requests for the prompts."""
+    return [Ask(str(len(p.prompt)), p.prompt, length, None, salt) for p in prompts]
+
+
+def handed(prompts: list[Prefilled], salt: str | None, length: int = OUTPUT) -> list[Ask]:
+    """The same with handles."""
+    return [Ask(str(len(p.prompt)), p.prompt, length, p.handle, salt) for p in prompts]
+
+
+def one_by_one(engine: Engine, asks: list[Ask]) -> dict[str, Got]:
+    """Each alone."""
+    out: dict[str, Got] = {}
+    for ask in asks:
+        out |= engine.run([ask])
+    return out
+
+
+def hand(options: argparse.Namespace) -> None:
+    """See the module's text."""
+    proof = Proof(options)
+    engine, ready = proof.engine, proof.prompts
+    proof.facts["attention"] = next(note for note in engine.notes() if "layout" in note)
+    reference = one_by_one(engine, plain(ready, "reference"))
+    for key, got in reference.items():
+        proof.check(f"plain {key}: {got.computed} prompt tokens computed", got.computed == int(key))
+    proof.facts["reference"] = {key: got.tokens for key, got in reference.items()}
+
+    alone = one_by_one(engine, handed(ready, "alone"))
+    proof.same("after hand-over", alone, reference)
+    for key, got in alone.items():
+        text = f"hand-over {key}: {got.loaded} loaded, {got.computed} computed"
+        proof.check(text, (got.loaded, got.computed) == (int(key) - 1, 1))
+    _with_first_token(proof, reference)
+    _mixed(proof, reference)
+    _wrong(proof, reference)
+    _gone(proof, reference)
+    _abort(proof, reference)
+    proof.finish(options.out)
+
+
+def _with_first_token(proof: Proof, reference: dict[str, Got]) -> None:
+    """The verifier's first token goes along: vLLM computes no row twice."""
+    asks = [
+        Ask(str(len(p.prompt)), [*p.prompt, p.next_token], OUTPUT - 1, p.handle, "first")
+        for p in proof.prompts
+    ]
+    for (key, got), p in zip(one_by_one(proof.engine, asks).items(), proof.prompts, strict=True):
+        tokens = [p.next_token, *got.tokens]
+        agree = agreement(tokens, reference[key].tokens)
+        proof.facts.setdefault("with first token", {})[key] = agree
+        text = f"with the verifier's first token {key}: {agree} of {OUTPUT} tokens, {got.computed} computed"
+        equal = agree == OUTPUT or not proof.exact
+        proof.check(text, equal and (got.loaded, got.computed) == (int(key), 1))
+
+
+def _mixed(proof: Proof, reference: dict[str, Got]) -> None:
+    """Everything in one batch: with a handle and without, the same prompts."""
+    asks = [
+        Ask(f"{kind} {a.name}", a.tokens, a.max_tokens, a.handle, f"mixed {kind}")
+        for kind, some in (("plain", plain(proof.prompts, None)), ("handed", handed(proof.prompts, None)))
+        for a in some
+    ]
+    both = proof.engine.run(asks)
+    proof.same("in one batch", both, {a.name: reference[a.name.split()[1]] for a in asks})
+    for key, got in both.items():
+        kind, length = key.split()
+        wanted = 1 if kind == "handed" else int(length)
+        proof.check(f"one batch, {key}: {got.computed} prompt tokens computed", got.computed == wanted)
+
+
+def _wrong(proof: Proof, reference: dict[str, Got]) -> None:
+    """Control: KV of shuffled blocks changes the output; and who else reads it."""
+    engine, p = proof.engine, proof.prompts[-1]
+    shuffled = p.handle | {"blocks": list(reversed(p.handle["blocks"]))}
+    key, runs = str(len(p.prompt)), {}
+    for salt in ("wrong", None):
+        for handle in (shuffled, None):
+            name = f"{'salted' if salt else 'unsalted'}, {'shuffled KV' if handle else 'then no handle'}"
+            # the request without a handle has no salt: it is somebody else's
+            got = engine.run([Ask(name, p.prompt, OUTPUT, handle, salt if handle else None)])[name]
+            runs[name] = agreement(got.tokens, reference[key].tokens)
+            print("    ", name, runs[name], "of", OUTPUT, "tokens;", got.computed, "computed", flush=True)
+        engine.forget()
+    proof.facts["shuffled"] = runs
+    proof.check("shuffled KV changes the output", runs["salted, shuffled KV"] < OUTPUT)
+    proof.check("a salt keeps it from others", runs["salted, then no handle"] == OUTPUT)
+    proof.check("without a salt others read it (known)", runs["unsalted, then no handle"] < OUTPUT)
+
+
+def _gone(proof: Proof, reference: dict[str, Got]) -> None:
+    """A pool that cannot be opened: vLLM computes the prompt itself."""
+    missing: Any = {"name": "gone", "shape": [1, 1, 1, 1, 1], "dtype": "float32"}
+    missing |= {"keys": "/dev/shm/llm42-gone", "values": "/dev/shm/llm42-gone"}
+    asks = [
+        Ask(str(len(p.prompt)), p.prompt, OUTPUT, p.handle | {"pool": missing}, "gone") for p in proof.prompts
+    ]
+    proof.same("pool is gone", proof.engine.run(asks), reference)
+    failures = sum("failed" in note for note in proof.engine.notes())
+    proof.check(f"pool is gone: {failures} loads failed", failures == len(asks))
+
+
+def _abort(proof: Proof, reference: dict[str, Got]) -> None:
+    """Abort in mid-output, then resubmit prompt + half of the output with the same handle."""
+    first = proof.engine.run(handed(proof.prompts, "abort"), abort_after=20)
+    asks = [
+        Ask(a.name, a.tokens + first[a.name].tokens[:10], OUTPUT - 10, a.handle, "abort")
+        for a in handed(proof.prompts, "abort")
+    ]
+    second = proof.engine.run(asks)
+    whole = {key: Got(first[key].tokens[:10] + g.tokens, first[key].logprobs) for key, g in second.items()}
+    proof.same("abort and resubmit", whole, reference)
+    counts = {key: (g.loaded, g.computed) for key, g in second.items()}
+    proof.facts["resubmitted (loaded, computed)"] = counts
+    print("     resubmitted (loaded, computed):", counts, flush=True)
+
+
+def bare(options: argparse.Namespace) -> None:
+    """Without the connector."""
+    proof = Proof(options, connector=False)
+    reference = json.loads(options.against.read_text())["reference"]
+    for key, got in one_by_one(proof.engine, plain(proof.prompts, "reference")).items():
+        proof.check(f"no connector {key}: same tokens", got.tokens == reference[key])
+    proof.finish(options.out)
+
+
+def preempt(options: argparse.Namespace) -> None:
+    """Too few blocks for all."""
+    length = 300
+    proof = Proof(options, num_gpu_blocks_override=options.blocks)
+    engine = proof.engine
+    reference = one_by_one(engine, plain(proof.prompts, "reference", length))
+    got = engine.run(handed(proof.prompts, "tight", length))
+    resumed = sum(len(note.get("resumed", [])) for note in engine.notes())
+    proof.facts["resumed"] = resumed
+    proof.check(f"requests were preempted: {resumed} resumed", resumed > 0)
+    proof.same("after preemption", got, reference)
+    proof.finish(options.out)
+
+
+def cost(options: argparse.Namespace) -> None:
+    """One prompt of 900 tokens, alone."""
+    proof = Proof(options)
+    engine, times = proof.engine, {"plain": [], "handed": []}
+    stream = [t for p in proof.prompts for t in p.prompt] * 2
+    for i in range(6):
+        p = proof.source.prefill([stream[i + 1], *stream[:899]])
+        for name, handle in (("plain", None), ("handed", p.handle)):
+            ask = Ask(name, p.prompt, 1, handle, f"cost {i} {name}")
+            times[name].append(engine.run([ask])[name].seconds)
+    loads = [note for note in engine.notes() if note.get("tokens") == 899][1:]
+    for name, values in times.items():
+        proof.facts[f"first token, {name}, ms"] = statistics.median(values[1:]) * 1e3
+    for kind in ("queued", "done"):
+        proof.facts[f"load {kind}, ms"] = statistics.median(n[f"{kind}_s"] for n in loads) * 1e3
+    print(json.dumps(proof.facts, indent=1))
+    proof.finish(options.out)
+
+
+def main() -> None:
+    """Reads the command line and runs one part."""
+    parts = {f.__name__: f for f in (hand, bare, preempt, cost)}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=list(parts))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--blocks", type=int, default=14)
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vLLM's LLM, JSON")
+    options = parser.parse_args()
+    os.environ |= ENVIRONMENT
+    set_threads(1)
+    torch.set_grad_enabled(False)
+    parts[options.part](options)
+
+
+if __name__ == "__main__":
+    main()
