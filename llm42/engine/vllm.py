@@ -189,6 +189,8 @@ class VllmEngine:
         ready.set_result(None)
         await self._end.wait()
         self._fail_all(STOPPED)
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         connection.close()
         await asyncio.sleep(0)  # lets vLLM's cancelled tasks end before the loop is closed

@@ -1,0 +1,173 @@
+"""What the adapter asks of vLLM (no vLLM is needed here): arguments, versions, log-probabilities, imports."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_vllm import request_of
+
+from llm42.config import Settings
+from llm42.engine import vllm_connection
+from llm42.engine.build import load_tokenizer
+from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm_connection import EngineUnavailable, check_version, engine_arguments, model_directory
+from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
+from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
+from tests.support import PENALISED, SAMPLED, write_model
+
+GREEDY = SamplingParams()
+NEUTRAL = {"max_tokens", "ignore_eos", "stop_token_ids", "temperature"}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_deterministic_requests_ask_for_the_plain_argmax(sampling: SamplingParams) -> None:
+    request = request_of("d", sampling=sampling, max_tokens=50, stop_token_ids=(7, 9), num_logprobs=3)
+    arguments = arguments_of(request, 12, sampled_agreement=False)
+    assert set(arguments) == NEUTRAL
+    assert arguments["temperature"] == 0.0
+    assert arguments["ignore_eos"]
+    assert arguments["stop_token_ids"] == [7, 9]
+    assert arguments["max_tokens"] == 38
+
+
+def test_only_requests_that_need_it_ask_for_the_canonical_draw() -> None:
+    def asked(sampling: SamplingParams, deterministic: bool = True) -> Any:
+        request = request_of("d", deterministic, sampling=sampling)
+        return draw_of(arguments_of(request, 3, sampled_agreement=True).get("extra_args"))
+
+    assert asked(GREEDY) is None
+    assert asked(replace(GREEDY, top_p=0.5, seed=3)) is None
+    assert asked(SAMPLED, deterministic=False) is None
+    assert asked(SAMPLED) == (SAMPLED, 10)
+    assert asked(replace(GREEDY, repetition_penalty=1.1)) is not None
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
+def test_the_canonical_draw_survives_the_way_to_vllms_process(sampling: SamplingParams) -> None:
+    extra = arguments_of(request_of("d", sampling=sampling), 0, sampled_agreement=True)["extra_args"]
+    assert draw_of(json.loads(json.dumps(extra))) == (sampling, 10)
+
+
+def test_best_effort_requests_get_vllms_sampler_as_asked() -> None:
+    request = request_of("b", False, sampling=PENALISED, max_tokens=50, stop_token_ids=(7,), num_logprobs=2)
+    asked = arguments_of(request, 0, sampled_agreement=True)
+    for name in ("temperature", "top_k", "top_p", "min_p", "min_tokens", "seed"):
+        assert asked[name] == getattr(PENALISED, name)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert asked[name] == getattr(PENALISED, name)
+    assert asked["logit_bias"] == {17: 2.5, 300: -4.0}
+    assert (asked["logprobs"], asked["max_tokens"], asked["stop_token_ids"]) == (2, 50, [7])
+
+
+def test_a_seed_that_nobody_named_is_not_passed_on() -> None:
+    """vLLM draws faster without one."""
+    request = request_of("b", False, sampling=SAMPLED)
+    assert arguments_of(request, 0, False)["seed"] == SAMPLED.seed
+    assert "seed" not in arguments_of(replace(request, seeded=False), 0, False)
+    large = replace(request, sampling=replace(SAMPLED, seed=2**64 - 1))
+    assert 0 <= arguments_of(large, 0, False)["seed"] < 2**63
+
+
+def entry(logprob: float, rank: int) -> SimpleNamespace:
+    return SimpleNamespace(logprob=logprob, rank=rank)
+
+
+def test_logprobs() -> None:
+    inside = {5: entry(-0.1, 1), 9: entry(-3.0, 2)}
+    outside = {4: entry(-6.0, 17), 5: entry(-0.2, 1), 9: entry(-2.0, 2)}
+    assert token_logprobs([9, 4], [inside, outside], 2) == (
+        TokenLogprob(9, -3.0, ((5, -0.1), (9, -3.0))),
+        TokenLogprob(4, -6.0, ((5, -0.2), (9, -2.0))),
+    )
+    assert token_logprobs([4], [{4: entry(-6.0, 17)}], 0) == (TokenLogprob(4, -6.0),)
+    assert token_logprobs([4], None, None) == ()
+
+
+def test_finish_reasons() -> None:
+    assert [finish_of(r) for r in (None, "stop", "length")] == [None, FinishReason.STOP, FinishReason.LENGTH]
+    with pytest.raises(ValueError, match="error"):
+        finish_of("error")
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.1.dev3", "0.27.0+cpu", "0.27.4"])
+def test_supported_versions(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.28.0", "1.0.0", "0.6.3", "dev"])
+def test_other_versions_are_refused_by_name(version: str) -> None:
+    with pytest.raises(EngineUnavailable, match=r"0\.26.*0\.28") as caught:
+        check_version(version)
+    assert version in str(caught.value)
+
+
+def settings_of(**vllm: Any) -> Settings:
+    return Settings.load({"engine": {"kind": "vllm", "vllm": vllm}})
+
+
+def test_engine_arguments() -> None:
+    asked = engine_arguments(settings_of(), "/model")
+    assert (asked["scheduling_policy"], asked["enable_prefix_caching"]) == ("priority", True)
+    assert (asked["dtype"], asked["max_model_len"]) == ("bfloat16", 2048)
+    assert not {"logits_processors", "compilation_config", "max_num_batched_tokens"} & set(asked)
+    more = engine_arguments(
+        settings_of(
+            dtype="float32",
+            custom_ops=["+rms_norm"],
+            sampled_agreement=True,
+            max_num_batched_tokens=64,
+            extra_args={"max_num_seqs": 3, "block_size": 32},
+        ),
+        "/model",
+    )
+    assert more["compilation_config"] == {"custom_ops": ["+rms_norm"]}
+    assert more["logits_processors"] == ["llm42.engine.vllm_draw:CanonicalDraw"]
+    names = ("dtype", "max_num_batched_tokens", "max_num_seqs", "block_size")
+    assert [more[name] for name in names] == ["float32", 64, 3, 32]
+
+
+@pytest.mark.parametrize("name", ["scheduling_policy", "enable_prefix_caching", "skip_tokenizer_init"])
+def test_arguments_that_the_engine_depends_on_cannot_be_changed(name: str) -> None:
+    with pytest.raises(EngineUnavailable, match=name):
+        engine_arguments(settings_of(extra_args={name: "other"}), "/model")
+
+
+def test_a_directory_is_used_as_it_is(tmp_path: Any) -> None:
+    place = write_model(tmp_path / "tiny")
+    settings = Settings.load({"model": {"path": str(place)}})
+    assert model_directory(settings) == str(place)
+    assert load_tokenizer(settings).vocab_size == 512
+
+
+def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    engine = VllmEngine(settings_of())
+    with pytest.raises(EngineUnavailable, match=r"pip install 'llm42\[vllm\]'"):
+        engine.start()
+    assert not engine.alive
+    engine.close()
+
+
+def test_a_broken_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_connection.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what an import that fails leaves behind
+    with pytest.raises(EngineUnavailable, match="cannot be imported"):
+        VllmEngine(settings_of()).start()
+
+
+def test_vllm_is_imported_only_when_an_engine_starts() -> None:
+    code = "import sys, llm42, llm42.engine.vllm, llm42.engine.build, llm42.embedded, deployments.fastpath"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]

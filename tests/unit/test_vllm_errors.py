@@ -1,0 +1,180 @@
+"""The vLLM adapter over a fake AsyncLLM: who leaves, what goes wrong, that everything is freed and told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
+
+from llm42.engine.vllm import Stream, VllmEngine
+from llm42.protocol import Overloaded, RequestRejected
+
+
+class TellsNobody(VllmEngine):
+    """Forgets to tell vLLM that an attempt is over."""
+
+    def _stop(self, stream: Stream) -> None:
+        stream.attempt = None
+
+
+def waiting(scene: Scene) -> None:
+    scene.steps(0)
+
+
+def running(scene: Scene) -> None:
+    scene.llm.max_num_seqs = 4
+    scene.steps(5)
+
+
+def held(scene: Scene) -> None:
+    scene.llm.max_num_seqs = 4
+    scene.steps(40)
+
+
+def rolled_back(scene: Scene) -> None:
+    running(scene)
+    scene.roll_back("d", scene.clients["d"].tokens[:3], 40)
+
+
+def just_submitted(scene: Scene) -> None:
+    scene.abort("d")
+    scene.engine.submit(request_of("d"), scene.clients["d"], 20)  # not in the loop yet
+
+
+def unknown(scene: Scene) -> None:
+    scene.abort("d")
+
+
+@pytest.mark.parametrize("state", [waiting, running, held, rolled_back, just_submitted, unknown])
+def test_an_abort_in_any_state_frees_everything(make: Make, state: Callable[[Scene], None]) -> None:
+    scene = make(FakeLLM(max_num_seqs=0))
+    client = scene.submit(request_of("d"), 20)
+    state(scene)
+    heard = len(client.outputs)
+    scene.abort("d")
+    scene.abort("d")
+    scene.llm.max_num_seqs = 4
+    scene.steps(5)
+    assert scene.idle
+    assert len(client.outputs) == heard
+    assert scene.engine.load().running == scene.engine.load().waiting == 0
+
+
+def test_control_an_abort_that_vllm_does_not_hear_of_is_noticed(make: Make) -> None:
+    scene = make(None, TellsNobody)
+    scene.submit(request_of("d"), 200)
+    scene.steps(3)
+    scene.abort("d")
+    assert not scene.idle
+
+
+# ---- errors
+
+
+def test_a_refused_request_gets_an_error_and_no_other_does(make: Make) -> None:
+    scene = make()
+    scene.llm.refuse = lambda name: name.startswith("bad")
+    fine, bad = scene.submit(request_of("fine"), 64), scene.submit(request_of("bad"), 64)
+    best = scene.submit(request_of("bad-best", deterministic=False))
+    scene.steps(10)
+    assert "refused" in (bad.error or "")
+    assert "refused" in (best.error or "")
+    assert (fine.error, len(fine.tokens), scene.engine.alive) == (None, 10, True)
+
+
+def test_an_abort_from_elsewhere_is_an_error(make: Make) -> None:
+    scene = make()
+    client = scene.submit(request_of("d"), 64)
+    scene.steps(3)
+    (job,) = scene.llm.jobs.values()
+    scene.do(lambda: job.outbox.put(_foreign_abort()))
+    assert "aborted" in (client.error or "")
+    scene.steps(3)
+    assert scene.idle
+
+
+def _foreign_abort() -> Any:
+    return output_of([], "abort")
+
+
+@pytest.mark.parametrize("reason", ["error", "repetition"])
+def test_a_finish_that_is_an_error(make: Make, reason: str) -> None:
+    scene = make()
+    client = scene.submit(request_of("b", deterministic=False))
+    scene.steps(2)
+    (job,) = scene.llm.jobs.values()
+    scene.do(lambda: job.outbox.put(output_of([], reason)))
+    assert reason in (client.error or "")
+
+
+def test_death_reaches_every_request_also_those_that_wait_for_their_verifier(make: Make) -> None:
+    scene = make()
+    clients = [scene.submit(request_of("held"), 5), scene.submit(request_of("runs"), 64)]
+    clients.append(scene.submit(request_of("best", deterministic=False)))
+    scene.steps(10)
+    assert scene.engine.alive
+    scene.do(scene.llm.die)
+    assert all(c.error is not None for c in clients)
+    assert sum(o.error is not None for c in clients for o in c.outputs) == 3
+    assert not scene.engine.alive
+    assert scene.idle
+    with pytest.raises(Overloaded):
+        scene.engine.submit(request_of("late"), Client(), 64)
+
+
+def test_close_tells_who_is_running(make: Make) -> None:
+    scene = make()
+    clients = [scene.submit(request_of("held"), 5), scene.submit(request_of("runs"), 64)]
+    scene.steps(10)
+    scene.close()
+    assert [c.error for c in clients] == ["the engine stopped"] * 2
+    assert scene.llm.closed
+    assert not scene.engine.alive
+    assert not scene.llm.jobs
+    with pytest.raises(Overloaded):
+        scene.engine.submit(request_of("late"), Client(), 64)
+    scene.engine.abort("held")
+    scene.engine.extend("held", 9)
+    scene.engine.rollback("held", (), 1, 9)
+    scene.engine.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": 4090}, {"prompt": ()}, {"prompt": (5, VOCAB)}, {"prompt": (-1,)}, {"num_logprobs": 21}],
+    ids=str,
+)
+def test_what_vllm_would_refuse_is_refused_at_once(make: Make, changes: dict[str, Any]) -> None:
+    scene = make()
+    with pytest.raises(RequestRejected) as caught:
+        scene.engine.submit(replace(request_of("r"), **changes), Client(), 64)
+    assert caught.value.param
+    assert scene.idle
+
+
+# ---- the test plant
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_corrupt_share_spoils_candidates_of_deterministic_requests_only(make: Make, share: float) -> None:
+    scene, request = make(corrupt_share=share), request_of("d")
+    client = scene.submit(request, 100)
+    best = request_of("b", deterministic=False, max_tokens=100)
+    other = scene.submit(best)
+    scene.steps(110)
+    right = continuation(request.prompt, 100)
+    spoiled = sum(a != b for a, b in zip(client.tokens, right, strict=True))
+    assert spoiled == {0.0: 0, 1.0: 100}.get(share, spoiled)
+    assert 0.15 < spoiled / 100 < 0.45 or share != 0.3
+    assert other.tokens == continuation(best.prompt, 100)
+
+
+def test_a_spoiled_end_token_does_not_stall_the_stream(make: Make) -> None:
+    end = continuation(request_of("d").prompt, 6)[5]
+    scene, request = make(corrupt_share=1.0), request_of("d", stop_token_ids=(end,))
+    client = scene.submit(request, 40)
+    scene.steps(60)
+    assert len(client.tokens) == 40
