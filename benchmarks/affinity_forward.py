@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.affinity_kernels import norm
+from benchmarks.affinity_kernels import norm, silu_mul
 from kernels.attention import TritonAttention
 from kernels.linear import lm_head_cublas_into
 from kernels.rmsnorm import rms_norm_triton
@@ -198,6 +198,8 @@ class Forward:
         return x, residual
 
     def act(self, variant: Variant, gate_up: Tensor) -> Tensor:
+        if variant.norms == "chain":
+            return silu_mul(gate_up)
         if variant.norms != "custom":
             return silu_mul_triton(gate_up)
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -58,3 +59,23 @@ def norm(
         STORE=store, ROUND=rounded, DIVIDE=divide, num_warps=warps, enable_fp_fusion=contract,
     )  # fmt: skip
     return out, total
+
+
+@triton.jit
+def silu_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr):
+    """Grid (rows, pieces). EXACT: the library's exp instead of the fast one."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < WIDTH
+    gate = tl.load(x + row * (2 * WIDTH) + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x + row * (2 * WIDTH) + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
+    e = libdevice.exp(-gate) if EXACT else tl.exp(-gate)
+    tl.store(out + row * WIDTH + columns, (gate / (e + 1.0) * up).to(out.dtype.element_ty), mask=mask)
+
+
+def silu_mul(x: Tensor, exact: bool = True) -> Tensor:
+    """x [T, 2 I] -> silu(gate) * up, [T, I]."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    silu_kernel[(rows, triton.cdiv(width, 1024))](x, out, WIDTH=width, BLOCK=1024, EXACT=exact)
+    return out

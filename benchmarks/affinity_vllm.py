@@ -107,6 +107,7 @@ def keys_and_values(llm: Any, table: list[int]) -> Any:
 def compiled_kernels() -> list[dict[str, Any]]:
     """Every kernel that inductor launches: name, launch parameters, source where it is still held."""
     found = []
+    gc.unfreeze()
     for thing in gc.get_objects():
         if type(thing).__name__ != "CachingAutotuner":
             continue
@@ -135,9 +136,9 @@ def main() -> None:
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
     result["runner"] = f"{type(runner).__module__}.{type(runner).__name__}"
-    result["cos_sin"] = next(
-        m.cos_sin_cache.cpu() for m in gc.get_objects() if type(m).__name__.endswith("RotaryEmbedding")
-    )
+    model = getattr(runner.model, "runnable", runner.model)
+    rotary = [m for m in model.modules() if hasattr(m, "cos_sin_cache")]
+    result["cos_sin"] = rotary[0].cos_sin_cache.cpu() if rotary else torch.zeros(2048, 64)
     result["config"] = str(llm.llm_engine.vllm_config)
     for load in LOADS[: {"custom": 2, "eager": 1}.get(name, 3)]:
         keep = KEPT if load == LOADS[0] else ()
