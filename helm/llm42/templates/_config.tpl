@@ -1,0 +1,71 @@
+{{/*
+The Serve configuration, from values. `config` is the settings tree of llm42/config.py, passed through as it is: a new setting
+needs no change here. The chart adds what it alone knows: paths, and numbers of processes.
+*/}}
+
+{{- define "llm42.settings" -}}
+{{- $v := .Values -}}
+{{- $verifiers := ternary $v.verifier $v.fastPath $v.verifier.dedicated -}}
+{{- $fast := include "llm42.range" $v.fastPath | fromYaml -}}
+{{- $checked := include "llm42.range" $verifiers | fromYaml -}}
+{{- $server := dict "ingress_replicas" (int (include "llm42.workers" .)) "fastpath_replicas" $fast.least "verifiers" $checked.least -}}
+{{- if $v.fastPath.autoscaling.enabled -}}
+{{- $_ := set $server "max_fastpath_replicas" $fast.most -}}
+{{- $_ := set $server "target_ongoing_requests" $v.fastPath.autoscaling.targetOngoingRequests -}}
+{{- end -}}
+{{- if $verifiers.autoscaling.enabled -}}
+{{- $_ := set $server "max_verifiers" $checked.most -}}
+{{- end -}}
+{{- $known := dict "model" (dict "path" (include "llm42.modelPath" .)) "server" $server -}}
+{{- if $v.verifier.dedicated -}}
+{{- $_ := set $known "engine" (dict "resources" (dict "llm42_fast_path" 1)) -}}
+{{- $_ := set $known "verifier" (dict "resources" (dict "llm42_verifier" 1)) -}}
+{{- end -}}
+{{- toYaml (mustMergeOverwrite $known (deepCopy $v.config)) -}}
+{{- end -}}
+
+{{/*
+Options of Serve deployments.
+Ingress: one replica a pod, so that every worker has a Serve proxy: KubeRay's service sends traffic to all ready workers, and a
+worker without a proxy is never ready.
+FastPath across nodes: each of its GPUs is asked for together with a place in its own group, or Ray could put one on a verifier's.
+*/}}
+{{- define "llm42.deployments" -}}
+{{- $v := .Values -}}
+{{- $all := dict "Ingress" (dict "name" "Ingress" "max_replicas_per_node" 1) -}}
+{{- if gt (int $v.fastPath.hosts) 1 -}}
+{{- $bundles := list (dict "CPU" 1 "llm42_fast_path" 1) -}}
+{{- range until (int (mul $v.fastPath.hosts $v.fastPath.gpu.count)) -}}
+{{- $bundles = append $bundles (dict "CPU" 1 "GPU" 1 "llm42_fast_path" 1) -}}
+{{- end -}}
+{{- $_ := set $all "FastPath" (dict "name" "FastPath" "placement_group_bundles" $bundles "placement_group_strategy" "PACK") -}}
+{{- end -}}
+{{- range $v.serve.deployments -}}
+{{- $_ := set $all .name (mustMergeOverwrite (default dict (get $all .name)) (deepCopy .)) -}}
+{{- end -}}
+{{- range $name := keys $all | sortAlpha }}
+- {{ toYaml (get $all $name) | nindent 2 | trim }}
+{{- end -}}
+{{- end -}}
+
+{{- define "llm42.serveConfig" -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: {{ .Values.serve.port }}
+applications:
+  - name: llm42
+    route_prefix: /
+    import_path: deployments.app:build
+    args:
+      {{- include "llm42.settings" . | nindent 6 }}
+    deployments:
+      {{- include "llm42.deployments" . | trim | nindent 6 }}
+{{- end -}}
+
+{{/* A hash over what a fingerprint may depend on, as far as the chart knows it. */}}
+{{- define "llm42.fingerprintInputs" -}}
+{{- $v := .Values -}}
+{{- $inputs := dict "image" (include "llm42.image" .) "model" $v.model "settings" (pick $v.config "model" "verifier") -}}
+{{- toJson $inputs | sha256sum | trunc 16 -}}
+{{- end -}}

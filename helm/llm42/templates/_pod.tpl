@@ -1,0 +1,228 @@
+{{/* Pod templates of head and workers. Arguments: root, role (its values, merged with `common`), component. */}}
+
+{{/* `common` and one role's values: maps merged, the role winning; lists joined. */}}
+{{- define "llm42.role" -}}
+{{- $role := mustMergeOverwrite (deepCopy .root.Values.common) (deepCopy .values) -}}
+{{- range list "tolerations" "topologySpreadConstraints" "env" "envFrom" "volumes" "volumeMounts" "initContainers" "sidecars" -}}
+{{- $_ := set $role . (concat (get $.root.Values.common .) (default list (get $.values .))) -}}
+{{- end -}}
+{{- toYaml $role -}}
+{{- end -}}
+
+{{- define "llm42.podTemplate" -}}
+{{- $v := .root.Values -}}
+{{- $head := eq .component "head" -}}
+metadata:
+  labels:
+    {{- include "llm42.podLabels" . | nindent 4 }}
+    {{- with .role.labels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- if or .role.annotations $v.upgrade.newClusterOnFingerprintChange }}
+  annotations:
+    {{- if $v.upgrade.newClusterOnFingerprintChange }}
+    llm42/fingerprint-inputs: {{ include "llm42.fingerprintInputs" .root | quote }}
+    {{- end }}
+    {{- with .role.annotations }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "llm42.serviceAccountName" .root }}
+  automountServiceAccountToken: {{ and $head (eq (include "llm42.scales" .root) "true") }}
+  terminationGracePeriodSeconds: {{ add (include "llm42.drainSeconds" .root) 30 }}
+  {{- with $v.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- toYaml $v.podSecurityContext | nindent 4 }}
+  {{- with include "llm42.placement" . | trim }}{{ . | nindent 2 }}{{ end }}
+  {{- if or (and (not $head) (eq $v.model.source "huggingface")) .role.initContainers }}
+  initContainers:
+    {{- if and (not $head) (eq $v.model.source "huggingface") }}
+    {{- include "llm42.fetchContainer" .root | nindent 4 }}
+    {{- end }}
+    {{- with .role.initContainers }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+  containers:
+    - {{ include "llm42.rayContainer" . | nindent 6 | trim }}
+    {{- with .role.sidecars }}{{ toYaml . | nindent 4 }}{{ end }}
+  volumes:
+    {{- include "llm42.volumes" . | nindent 4 }}
+{{- end -}}
+
+{{- define "llm42.placement" -}}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
+{{- with get $.role $key }}
+{{ $key }}: {{ if kindIs "string" . }}{{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+{{- end }}
+{{- with .role.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- range . }}
+  {{- $own := dict "labelSelector" (dict "matchLabels" (include "llm42.podLabels" $ | fromYaml)) }}
+  - {{ toYaml (merge (deepCopy .) $own) | nindent 4 | trim }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "llm42.rayContainer" -}}
+{{- $v := .root.Values -}}
+{{- $head := eq .component "head" -}}
+name: {{ ternary "ray-head" "ray-worker" $head }}
+image: {{ include "llm42.image" .root }}
+imagePullPolicy: {{ $v.image.pullPolicy }}
+securityContext:
+  {{- toYaml $v.containerSecurityContext | nindent 2 }}
+ports:
+  {{- if $head }}
+  - {name: gcs-server, containerPort: 6379}
+  - {name: dashboard, containerPort: 8265}
+  - {name: as-metrics, containerPort: 44217}
+  - {name: dash-metrics, containerPort: 44227}
+  {{- end }}
+  - {name: serve, containerPort: {{ $v.serve.port }}}
+  - {name: metrics, containerPort: 8080}
+  {{- if $v.serve.haProxy.enabled }}
+  - {name: proxy-metrics, containerPort: 9101}
+  {{- end }}
+env:
+  {{- include "llm42.env" . | trim | nindent 2 }}
+{{- with .role.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+resources:
+  {{- include "llm42.resources" . | nindent 2 }}
+volumeMounts:
+  {{- include "llm42.mounts" . | nindent 2 }}
+  {{- with .role.volumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
+lifecycle:
+  preStop:
+    exec:
+      command: [sleep, {{ include "llm42.drainSeconds" .root | quote }}]
+{{- if not $head }}
+readinessProbe:
+  exec:
+    command:
+      - python3
+      - /opt/llm42/scripts/readiness.py
+      - --port={{ $v.serve.port }}
+      - --require={{ $v.readiness.require }}
+  initialDelaySeconds: 10
+  periodSeconds: {{ $v.readiness.periodSeconds }}
+  timeoutSeconds: {{ $v.readiness.timeoutSeconds }}
+  failureThreshold: {{ $v.readiness.failureThreshold }}
+{{- end }}
+{{- end -}}
+
+{{/*
+Ray's switches are those of `llm42 serve` (deployments/launch.py), apart from HAProxy, which a cluster may choose. The role's own
+variables win; a name may stand only once in a list that the API server keys by name.
+*/}}
+{{- define "llm42.env" -}}
+{{- $proxy := ternary "1" "0" .root.Values.serve.haProxy.enabled -}}
+{{- $defaults := dict
+  "RAY_USAGE_STATS_ENABLED" "0"
+  "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
+  "RAY_SERVE_ENABLE_HA_PROXY" $proxy
+  "RAY_SERVE_ENABLE_DIRECT_INGRESS" $proxy
+  "RAY_worker_niceness" "0"
+  "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" "0"
+  "HOME" "/home/llm42"
+  "HF_HUB_OFFLINE" "1"
+  "TRITON_CACHE_DIR" "/var/cache/llm42/triton"
+  "TORCHINDUCTOR_CACHE_DIR" "/var/cache/llm42/inductor"
+  "VLLM_CACHE_ROOT" "/var/cache/llm42/vllm" -}}
+{{- $env := dict -}}
+{{- range $name, $value := $defaults -}}
+{{- $_ := set $env $name (dict "name" $name "value" $value) -}}
+{{- end -}}
+{{- range .role.env -}}
+{{- $_ := set $env .name . -}}
+{{- end -}}
+{{- range $name := keys $env | sortAlpha }}
+- {{ toYaml (get $env $name) | nindent 2 | trim }}
+{{- end -}}
+{{- end -}}
+
+{{- define "llm42.resources" -}}
+{{- $resources := deepCopy .role.resources -}}
+{{- with .role.gpu -}}
+{{- if .count -}}
+{{- $limits := default dict $resources.limits -}}
+{{- $_ := set $limits .resourceName .count -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "llm42.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /home/llm42}
+- {name: cache, mountPath: /var/cache/llm42}
+- {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
+{{- if and (ne .component "head") (ne .root.Values.model.source "image") }}
+- {name: model, mountPath: /models, readOnly: true{{ with .root.Values.model.pvc.subPath }}{{ if eq $.root.Values.model.source "pvc" }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
+{{- end }}
+{{- end -}}
+
+{{- define "llm42.volumes" -}}
+{{- $v := .root.Values -}}
+{{- $head := eq .component "head" -}}
+- {name: tmp, emptyDir: {}}
+- {name: home, emptyDir: {}}
+- name: cache
+  {{- toYaml (ternary (dict "emptyDir" dict) (default (dict "emptyDir" dict) $v.cache.volume) $head) | nindent 2 }}
+- name: scripts
+  configMap: {name: {{ include "llm42.fullname" .root }}-scripts}
+{{- if not $head }}
+{{- if eq $v.model.source "pvc" }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ $v.model.pvc.claimName }}, readOnly: true}
+{{- else if eq $v.model.source "hostPath" }}
+- name: model
+  hostPath: {path: {{ $v.model.hostPath.path | quote }}, type: Directory}
+{{- else if eq $v.model.source "huggingface" }}
+- name: model
+  {{- toYaml (default (dict "emptyDir" dict) $v.model.huggingface.volume) | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- with .role.volumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "llm42.fetchContainer" -}}
+{{- $h := .Values.model.huggingface -}}
+- name: fetch-model
+  image: {{ include "llm42.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  securityContext:
+    {{- toYaml .Values.containerSecurityContext | nindent 4 }}
+  command: [python3, /opt/llm42/scripts/fetch_model.py]
+  args:
+    - {{ $h.repo }}
+    - --revision={{ $h.revision }}
+    - --directory={{ printf "/models/%s" $h.revision }}
+    {{- range $h.allowPatterns }}
+    - {{ printf "--allow=%s" . | quote }}
+    {{- end }}
+  env:
+    - {name: HOME, value: /home/llm42}
+    {{- with $h.tokenSecret }}
+    {{- if .name }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+    {{- end }}
+    {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {cpu: "2", memory: 2Gi}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: home, mountPath: /home/llm42}
+    - {name: model, mountPath: /models}
+    - {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
+{{- end -}}
