@@ -76,7 +76,7 @@ class TritonAttention:
         """Caches [slots, Hk, D] and their tensor maps."""
         loads = {self.shape.large.load, self.shape.small.load}
         width = self.shape.kv_heads * self.shape.dim
-        block = [self.shape.block_n, self.shape.dim]
+        block = [self.shape.load_n, self.shape.dim]
         flat = (k_cache.view(-1, width), v_cache.view(-1, width))
         tma = hopper = None
         if "tma" in loads:

@@ -35,7 +35,8 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model and a cache fix. `block_n` and `segment` set the bits; everything else only the speed."""
+    """What a model and a cache fix. `order`, `block_n` and `segment` set the bits; everything else only the
+    speed."""
 
     heads: int
     kv_heads: int
@@ -45,6 +46,8 @@ class AttentionShape:
     large: Tile = Tile(128, 8, 3, 1)
     small: Tile = Tile(16, 1, 3, 4)
     segment: int = SEGMENT
+    order: Literal["segments", "flash"] = "segments"
+    """kernels/attention.py, or kernels/attention_flash.py (key tiles in parts of 64, never split)."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -53,15 +56,22 @@ class AttentionShape:
             raise ValueError(
                 f"no attention tile for key tile {self.block_n} and {self.group} heads in a group"
             )
-        whole = self.block_size % self.block_n == 0
-        if not whole and self.block_n % self.block_size:
+        whole = self.block_size % self.load_n == 0
+        if not whole and self.load_n % self.block_size:
             raise ValueError(
-                f"block_size {self.block_size} and key tile {self.block_n} must divide one another"
+                f"block_size {self.block_size} and key tile {self.load_n} must divide one another"
             )
         if (self.large.load, self.small.load) != ("pointer", "pointer") and not (
             whole and self.dim in (64, 128)
         ):
-            raise ValueError("tensor-map tiles need block_size % block_n == 0 and a head size of 64 or 128")
+            raise ValueError(
+                "tensor-map tiles need a block_size that the key tile divides and a head size of 64 or 128"
+            )
+
+    @property
+    def load_n(self) -> int:
+        """Keys that are loaded at once."""
+        return 64 if self.order == "flash" else self.block_n
 
     @property
     def group(self) -> int:

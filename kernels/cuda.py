@@ -15,7 +15,29 @@ PROVIDERS: dict[str, dict[str, Callable[..., Any]]] = {
     "silu_mul": silu_mul.CUDA_PROVIDERS,
     "lm_head": linear.CUDA_LM_HEAD_PROVIDERS,
 }
-"""Operator -> provider name -> function, fastest first."""
+"""Operator -> provider name -> function."""
+
+_CANDIDATES = {
+    "none": {
+        "linear": ("cublas", "triton"),
+        "rms_norm": ("triton", "torch"),
+        "rotary": ("triton", "torch"),
+        "silu_mul": ("triton", "torch"),
+        "lm_head": ("cublas", "triton"),
+        "attention": ("triton",),
+    }
+}
+_CANDIDATES["vllm"] = _CANDIDATES["none"] | {
+    "rms_norm": ("carried",),
+    "silu_mul": ("library-exp",),
+    "attention": ("flash-order",),
+}
+
+
+def candidates(affinity: str = "none") -> dict[str, tuple[str, ...]]:
+    """Operator -> names of its providers, fastest first. affinity: "none", or the fast path ("vllm") whose
+    bits the canonical ones shall be: then the providers with its arithmetic, and no others."""
+    return dict(_CANDIDATES[affinity])
 
 
 def cuda_operators(chosen: Mapping[str, str] | None = None) -> Operators:

@@ -156,6 +156,23 @@ def _allocating(
     return lm_head
 
 
+def rounded_head(ops: Operators, dtype: torch.dtype) -> Operators:
+    """`ops` whose logits are rounded to `dtype` (and kept in float32)."""
+    head = ops.lm_head
+    return replace(ops, lm_head=lambda x, weight, bias: head(x, weight, bias).to(dtype).float())
+
+
+def round_in_place(logits: Tensor, dtype: torch.dtype) -> None:
+    """Rounds contiguous float32 CUDA logits to `dtype`."""
+    import triton.language as tl
+
+    from kernels.gpu.elementwise import round_kernel
+
+    block, kind = 4096, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    size = logits.numel()
+    round_kernel[(-(-size // block),)](logits, DTYPE=kind, SIZE=size, BLOCK=block, num_warps=8)
+
+
 CUDA_PROVIDERS = {"cublas": linear_cublas, "triton": linear_triton}
 CUDA_LM_HEAD_INTO = {"cublas": lm_head_cublas_into, "triton": lm_head_triton_into}
 CUDA_LM_HEAD_PROVIDERS = {name: _allocating(into) for name, into in CUDA_LM_HEAD_INTO.items()}

@@ -5,6 +5,14 @@
 
 The variance uses the unrounded s, as a compiled GPU graph does. Reduction order: along one row only; the
 row's length is fixed by the model, so no other row can change it.
+
+Provider `carried` goes one step further, as graphs that torch.compile makes of a whole decoder layer do: the
+sum after attention is not stored, and the next norm adds the MLP's output to it unrounded,
+
+    s = y + (o + residual)   (float32; y the MLP's output, o the attention's)
+
+so that the residual is rounded once per layer. Its launch shape follows from the row's length by the rules of
+that compiler (torch 2.11), because the order of the sum of squares does.
 """
 
 from __future__ import annotations
@@ -73,4 +81,40 @@ def launch_rms_norm(
     )  # fmt: skip
 
 
-CUDA_PROVIDERS = {"triton": rms_norm_triton, "torch": rms_norm_torch}
+def carried_launch(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and its warps."""
+    block = 1 << (width - 1).bit_length()
+    if block <= 1024:
+        return min(1024 // block, 8), block, 1
+    return (2 if block <= 2048 else 1), 2048, 16
+
+
+def launch_sum_norm(
+    terms: tuple[Tensor, ...], weight: Tensor, normed: Tensor, summed: Tensor | None, eps: float
+) -> None:
+    """Norm of the sum of one to three [T, H] terms, t0 + (t1 + t2), into normed [T, H]; the rounded sum goes
+    to `summed` (may be one of the terms) unless that is None."""
+    from kernels.gpu.elementwise import sum_norm_kernel
+
+    rows, width = terms[0].shape
+    block_x, block, warps = carried_launch(width)
+    padded = [*terms, *[terms[0]] * (3 - len(terms))]
+    # the compiler may contract multiplications and additions here: so does the one that is followed
+    sum_norm_kernel[(-(-rows // block_x),)](
+        *padded, weight, normed, normed if summed is None else summed, rows, eps,
+        WIDTH=width, BLOCK_X=block_x, BLOCK=block, TERMS=len(terms), KEEP_SUM=summed is not None,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+
+
+def rms_norm_carried(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Provider `carried` in the form of the other providers. x [..., H], residual [T, H]."""
+    flat = x.reshape(-1, x.shape[-1])
+    normed = torch.empty_like(flat)
+    summed = flat if residual is None else torch.empty_like(flat)
+    terms = (flat,) if residual is None else (flat, residual)
+    launch_sum_norm(terms, weight, normed, None if residual is None else summed, eps)
+    return normed.view(x.shape), summed.view(x.shape)
+
+
+CUDA_PROVIDERS = {"triton": rms_norm_triton, "torch": rms_norm_torch, "carried": rms_norm_carried}

@@ -17,6 +17,17 @@ def cos_sin_table(inv_freq: Tensor, positions: int, attention_factor: float = 1.
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul(attention_factor).float()
 
 
+def cos_sin_table_rounded(
+    inv_freq: Tensor, positions: int, attention_factor: float, dtype: torch.dtype
+) -> Tensor:
+    """The table of an engine that makes it in float32 on the device and keeps it in the activation dtype.
+    inv_freq [D/2] float32 on the device -> [positions, D] float32 holding values of `dtype`."""
+    steps = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
+    angles = torch.einsum("i,j -> ij", steps, inv_freq)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return (table if attention_factor == 1.0 else table * attention_factor).to(dtype).float()
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

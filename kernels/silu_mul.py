@@ -32,14 +32,27 @@ def silu_mul_triton(x: Tensor) -> Tensor:
     return out
 
 
-def launch_silu_mul(x: Tensor, out: Tensor) -> None:
+def silu_mul_library_exp(x: Tensor) -> Tensor:
+    """The same with the exponential of CUDA's library, as a compiled graph calls it."""
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
+    launch_silu_mul(x, out, library_exp=True)
+    return out
+
+
+def launch_silu_mul(x: Tensor, out: Tensor, library_exp: bool = False) -> None:
     """Into a given buffer: x [T, 2 I] contiguous -> out [T, I]."""
     from kernels.gpu.elementwise import silu_mul_kernel
-    from kernels.gpu.launch import STRICT
+    from kernels.gpu.launch import STRICT, interpreted
 
     rows, width = out.shape
     block = min(2048, 1 << (width - 1).bit_length())
-    silu_mul_kernel[(rows, -(-width // block))](x, out, WIDTH=width, BLOCK=block, num_warps=8, **STRICT)
+    silu_mul_kernel[(rows, -(-width // block))](
+        x, out, WIDTH=width, BLOCK=block, LIBRARY_EXP=library_exp and not interpreted(), num_warps=8, **STRICT
+    )
 
 
-CUDA_PROVIDERS = {"triton": silu_mul_triton, "torch": silu_mul_torch}
+CUDA_PROVIDERS = {
+    "triton": silu_mul_triton,
+    "torch": silu_mul_torch,
+    "library-exp": silu_mul_library_exp,
+}

@@ -84,6 +84,16 @@ class VerifierSettings(_Section):
     block_size: int = Field(16, gt=0)
     buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), description="step sizes, in rows")
     threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
+    affinity: Literal["none", "vllm"] = Field(
+        "none",
+        description="whose bits the canonical ones shall be, so that little is rolled back. vllm: those of"
+        " vLLM's compiled decode on Hopper; none: the fastest kernels",
+    )
+    logits_dtype: Literal["float32", "activation"] = Field(
+        "float32",
+        description="activation: logits are rounded to model.dtype before anything else, as vLLM does unless"
+        " its head_dtype is float32",
+    )
     gpus: float = Field(
         0.1, gt=0, description="GPUs that Ray reserves for a verifier, when model.device is cuda"
     )
@@ -157,6 +167,14 @@ class Settings(_Section):
     verifier: VerifierSettings = VerifierSettings()
     session: SessionSettings = SessionSettings()
     server: ServerSettings = ServerSettings()
+
+    @model_validator(mode="after")
+    def _affinity(self) -> Settings:
+        if self.verifier.affinity != "none" and self.model.device != "cuda":
+            raise ValueError(
+                f"verifier.affinity {self.verifier.affinity!r} needs model.device 'cuda': leave it at 'none'"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

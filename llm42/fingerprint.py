@@ -107,6 +107,8 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "configured_buckets": list(settings.verifier.buckets),
         "block_size": settings.verifier.block_size,
         "parallel_size": 1,
+        "affinity": settings.verifier.affinity,
+        "logits_dtype": settings.verifier.logits_dtype,
         "code": code_hash(),
         "schedule": SCHEDULE_VERSION,
         "device": device_facts(model.device, settings.verifier.threads),

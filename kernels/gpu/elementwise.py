@@ -1,11 +1,12 @@
 """Bodies of the pointwise and row-reduction kernels: RMSNorm, SiLU-multiply, rotary + KV write, embedding
-rows."""
+rows, rounding."""
 # mypy: ignore-errors
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -29,15 +30,76 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows, ceil(WIDTH / BLOCK)). silu(g) = g / (1 + exp(-g))."""
+def silu_mul_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LIBRARY_EXP: tl.constexpr):
+    """Grid (rows, ceil(WIDTH / BLOCK)). silu(g) = g / (1 + exp(-g)). LIBRARY_EXP: CUDA's expf in
+    place of the hardware's approximation."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < WIDTH
     gate = tl.load(x + row * (2 * WIDTH) + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * (2 * WIDTH) + WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    e = libdevice.exp(-gate) if LIBRARY_EXP else tl.exp(-gate)
+    y = gate / (1.0 + e) * up
     tl.store(out + row * WIDTH + columns, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_terms(x, a, b, at, mask, TERMS: tl.constexpr):
+    """x, x + a or x + (a + b), float32."""
+    s = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if TERMS == 1:
+        return s
+    more = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+    if TERMS == 3:
+        more += tl.load(b + at, mask=mask, other=0.0).to(tl.float32)
+    return s + more
+
+
+@triton.jit(do_not_specialize=["rows"])
+def sum_norm_kernel(
+    x, a, b, weight, normed, total, rows, eps,
+    WIDTH: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK: tl.constexpr, TERMS: tl.constexpr,
+    KEEP_SUM: tl.constexpr
+):  # fmt: skip
+    """BLOCK_X rows a program. The order of the sum of squares follows from BLOCK_X, BLOCK and the warp count:
+    rows wider than BLOCK are summed column-wise over blocks first."""
+    row = (tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)[:, None]).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = row < rows
+    squares = tl.zeros([BLOCK_X, BLOCK], tl.float32)
+    if WIDTH <= BLOCK:
+        mask = (columns < WIDTH) & inside
+        at = row * WIDTH + columns
+        s = _sum_of_terms(x, a, b, at, mask, TERMS)
+        w = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        squares = tl.where(mask, s * s, 0.0)
+        scale = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / WIDTH + eps)
+        tl.store(normed + at, (s * scale * w).to(normed.dtype.element_ty), mask=mask)
+        if KEEP_SUM:
+            tl.store(total + at, s.to(total.dtype.element_ty), mask=mask)
+    else:
+        for first in tl.range(0, WIDTH, BLOCK):
+            mask = (first + columns < WIDTH) & inside
+            s = _sum_of_terms(x, a, b, row * WIDTH + first + columns, mask, TERMS)
+            squares = tl.where(mask, squares + s * s, squares)
+        scale = tl.rsqrt(tl.sum(squares, axis=1)[:, None] / WIDTH + eps)
+        for first in tl.range(0, WIDTH, BLOCK):
+            mask = (first + columns < WIDTH) & inside
+            at = row * WIDTH + first + columns
+            s = _sum_of_terms(x, a, b, at, mask, TERMS)
+            w = tl.load(weight + first + columns, mask=first + columns < WIDTH, other=0.0).to(tl.float32)
+            tl.store(normed + at, (s * scale * w).to(normed.dtype.element_ty), mask=mask)
+            if KEEP_SUM:
+                tl.store(total + at, s.to(total.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_kernel(x, DTYPE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rounds float32 numbers in place to what DTYPE can hold."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < SIZE
+    value = tl.load(x + at, mask=mask, other=0.0)
+    tl.store(x + at, value.to(DTYPE).to(tl.float32), mask=mask)
 
 
 @triton.jit

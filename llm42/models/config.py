@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llm42.models.rope import RopeSettings
@@ -36,6 +37,10 @@ class ModelConfig:
     def inv_freq(self) -> Tensor:
         """Rotary frequencies, [D/2] float64."""
         return self.rope.inv_freq(self.head_dim)
+
+    def inv_freq_float32(self, device: str | torch.device) -> Tensor:
+        """The same as an engine computes them that works in float32 on the device, [D/2] float32."""
+        return self.rope.inv_freq_float32(self.head_dim, device)
 
     @property
     def attention_factor(self) -> float:

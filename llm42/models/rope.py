@@ -47,6 +47,22 @@ class RopeSettings:
                 return plain / torch.tensor(self.divisors, dtype=torch.float64)
         raise AssertionError(f"rope kind {self.kind} passed validation but is not implemented")
 
+    def inv_freq_float32(self, head_dim: int, device: str | torch.device) -> Tensor:
+        """[head_dim / 2] float32, computed in float32 on `device` in the steps that vLLM takes; a kind other
+        than "default" and "llama3" is computed in float64 and rounded."""
+        if self.kind not in ("default", "llama3"):
+            return self.inv_freq(head_dim).float().to(device)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        plain = 1.0 / (self.theta**exponents)
+        if self.kind == "default":
+            return plain
+        wavelength = 2 * math.pi / plain
+        context, low, high = self.original_max_position, self.low_freq_factor, self.high_freq_factor
+        smooth = (context / wavelength - low) / (high - low)
+        blended = (1 - smooth) * plain / self.factor + smooth * plain
+        scaled = torch.where(wavelength > context / low, plain / self.factor, blended)
+        return torch.where(wavelength < context / high, plain, scaled)
+
     def _llama3(self, plain: Tensor) -> Tensor:
         """Long wavelengths are divided by the factor, short ones kept, those between are blended."""
         context = self.original_max_position

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from kernels.linear import rounded_head
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
@@ -96,7 +97,8 @@ def _cpu_runner(
     blocks = -(-v.kv_tokens // v.block_size)
     kv = KVCache(c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype)
     parts = canonical_set(certificate.providers)
-    runner = CPURunner(model, parts.ops, kv, certificate.buckets, parts.attention, parts.sampler)
+    ops = rounded_head(parts.ops, model.dtype) if v.logits_dtype == "activation" else parts.ops
+    runner = CPURunner(model, ops, kv, certificate.buckets, parts.attention, parts.sampler)
     return runner, BlockPool(blocks, v.block_size, root=name.encode())
 
 

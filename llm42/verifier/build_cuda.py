@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kernels import cuda
+from kernels.rotary import cos_sin_table_rounded
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
@@ -32,16 +34,31 @@ def certify_on_cuda(
     from llm42.verifier.certify_cuda import CudaSettings, certify_cuda
 
     v = settings.verifier
-    return certify_cuda(
-        model, CudaSettings(v.buckets, v.block_size, settings.model.max_model_len), plants, progress
+    cuda_settings = CudaSettings(
+        v.buckets,
+        v.block_size,
+        settings.model.max_model_len,
+        v.affinity,
+        v.logits_dtype == "activation",
     )
+    return certify_cuda(with_affinity(settings, model), cuda_settings, plants, progress)
+
+
+def with_affinity(settings: Settings, model: LoadedModel) -> LoadedModel:
+    """The model with the rotary table that `verifier.affinity` asks for; weights are shared."""
+    if settings.verifier.affinity == "none":
+        return model
+    c, positions = model.config, settings.model.max_model_len
+    inv_freq = c.inv_freq_float32(model.device)
+    table = cos_sin_table_rounded(inv_freq, positions, c.attention_factor, model.dtype)
+    return replace(model, weights=replace(model.weights, cos_sin=table))
 
 
 def cuda_runner(
     settings: Settings, model: LoadedModel, certificate: Certificate, name: str
 ) -> tuple[Runner, BlockPool]:
     """The runner with the certified providers, and its block pool. Raises OutOfDeviceMemory."""
-    from llm42.verifier.cuda_runner import CudaRunner, memory_advice
+    from llm42.verifier.cuda_runner import ATTENTION, CudaRunner, memory_advice
 
     v, c = settings.verifier, model.config
     if v.block_size % 64:
@@ -52,5 +69,10 @@ def cuda_runner(
         kv = KVCache(
             c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype, model.device
         )
-    runner = CudaRunner(model, ops, kv, certificate.buckets, settings.model.max_model_len)
+    shape_of = ATTENTION[certificate.providers["attention"]]
+    runner = CudaRunner(
+        with_affinity(settings, model), ops, kv, certificate.buckets, settings.model.max_model_len,
+        shape=shape_of(c.num_heads, c.num_kv_heads, c.head_dim, v.block_size),
+        round_logits=v.logits_dtype == "activation",
+    )  # fmt: skip
     return runner, BlockPool(blocks, v.block_size, root=name.encode())

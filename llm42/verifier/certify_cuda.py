@@ -21,7 +21,8 @@ from torch import Tensor
 from kernels import cuda
 from kernels.attention import AttentionShape
 from kernels.linear import check_cublas_environment
-from kernels.operators import Operators
+from kernels.operators import Operators, RMSNorm
+from kernels.rmsnorm import launch_sum_norm
 from kernels.sampling import restrict
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
@@ -37,7 +38,7 @@ from llm42.verifier.checks_cuda import (
     split_with_companions,
     tile_by_neighbour,
 )
-from llm42.verifier.cuda_runner import CudaRunner, attention_shape
+from llm42.verifier.cuda_runner import ATTENTION, CudaRunner
 from llm42.verifier.cuda_sampler import sample_step_device
 from llm42.verifier.step_checks import check_sampling
 
@@ -58,6 +59,8 @@ class CudaSettings:
     buckets: tuple[int, ...]
     block_size: int
     max_len: int
+    affinity: str = "none"
+    round_logits: bool = False
 
 
 @torch.inference_mode()
@@ -86,12 +89,15 @@ class _Certifier:
         self.device = model.weights.embed.device
         self.tally, self.reports = Tally(), list[OperatorReport]()
         c = model.config
-        self.shape = attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, settings.block_size)
+        self.names = cuda.candidates(settings.affinity)
+        (self.attention,) = self.names["attention"]
+        heads = (c.num_heads, c.num_kv_heads, c.head_dim)
+        self.shape = ATTENTION[self.attention](*heads, settings.block_size)
 
     def run(self) -> Certificate:
         began = time.monotonic()
-        chosen = {op: self._choose(op, list(table)) for op, table in cuda.PROVIDERS.items()}
-        chosen["attention"] = self._single("attention", "triton", self._attention)
+        chosen = {op: self._choose(op, self.names[op]) for op in cuda.PROVIDERS}
+        chosen["attention"] = self._single("attention", self.attention, self._attention)
         chosen["sampling"] = self._single("sampling", "triton", self._sampling)
         if "split-k" not in self.plants:  # the runner refuses to start in that environment
             self._single("model", "canonical", partial(self._whole, chosen))
@@ -120,7 +126,7 @@ class _Certifier:
         self.progress(f"{operator} ({provider})")
         ops = cuda.cuda_operators({operator: provider})
         if operator == "rms_norm" and "one-ulp" in self.plants:
-            ops = replace(ops, rms_norm=partial(_one_ulp_more, ops))
+            ops = replace(ops, rms_norm=partial(_one_ulp_more, ops.rms_norm))
         for subject in _subjects(self.model, ops, operator):
             _, violation = check_rows(subject, self.settings.buckets, self.tally)
             if violation is not None:
@@ -160,12 +166,15 @@ class _Certifier:
             c.num_layers, blocks, s.block_size, c.num_kv_heads, c.head_dim, self.model.dtype, str(self.device)
         )
         ops = cuda.cuda_operators({op: name for op, name in chosen.items() if op in cuda.PROVIDERS})
-        runner = CudaRunner(self.model, ops, kv, s.buckets, MODEL_ROWS, shape=self.shape, graphs=False)
+        runner = CudaRunner(
+            self.model, ops, kv, s.buckets, MODEL_ROWS,
+            shape=self.shape, round_logits=s.round_logits, graphs=False,
+        )  # fmt: skip
         return check_model_device(runner.logits, kv, s.buckets, c.vocab_size, MODEL_ROWS, self.tally)
 
 
-def _one_ulp_more(ops: Operators, *args: Any) -> tuple[Tensor, Tensor]:
-    y, r = cuda.cuda_operators().rms_norm(*args)
+def _one_ulp_more(norm: RMSNorm, *args: Any) -> tuple[Tensor, Tensor]:
+    y, r = norm(*args)
     y[-1, ..., :1].view(torch.int16).add_(1)
     return y, r
 
@@ -205,6 +214,17 @@ def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubj
             lambda x, r: ops.rms_norm(x, r if add else None, weight, eps)[: 1 + add],
         )
 
+    def three_terms() -> RowSubject:
+        def run(y: Tensor, o: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+            normed, summed = torch.empty_like(y), torch.empty_like(y)
+            launch_sum_norm((y, o, r), layer.input_norm, normed, summed, eps)
+            return normed, summed
+
+        def make(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
+            return tuple(random(rows, gen, c.hidden_size) for _ in range(3))
+
+        return RowSubject(operator, f"[{c.hidden_size}] of three terms", make, run)
+
     def rotary(rows: int, gen: torch.Generator) -> tuple[Tensor, ...]:
         at = torch.randint(0, w.cos_sin.shape[0], (rows,), generator=gen).to(device)
         return random(rows, gen, c.num_heads, c.head_dim), random(rows, gen, c.num_kv_heads, c.head_dim), at
@@ -222,7 +242,8 @@ def _subjects(model: LoadedModel, ops: Operators, operator: str) -> list[RowSubj
     if operator == "rms_norm":
         pairs = ((layer.q_norm, c.num_heads), (layer.k_norm, c.num_kv_heads))
         heads = [norm(weight, False, count) for weight, count in pairs if weight is not None]
-        return [norm(layer.input_norm, True), norm(layer.input_norm, False), *heads]
+        carried = [three_terms()] if dict(ops.providers)["rms_norm"] == "carried" else []
+        return [norm(layer.input_norm, True), norm(layer.input_norm, False), *carried, *heads]
     if operator == "rotary":
         shape = f"D={c.head_dim}"
         return [RowSubject(operator, shape, rotary, lambda q, k, p: ops.rotary(q, k, p, w.cos_sin))]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionShape, Tile, TritonAttention
+from kernels.attention import SEGMENT, AttentionShape, Tile
+from kernels.attention_flash import make_attention
 from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
 from llm42.verifier.checks import Tally, Violation, same_bits
@@ -25,7 +26,7 @@ how much the planner thinks may run at once: few make it fuse segments, many mak
 
 def device_attention(shape: AttentionShape, device: torch.device) -> Attention:
     """The kernels that a runner with this shape launches, unrounded."""
-    engine = TritonAttention(shape, device)
+    engine = make_attention(shape, device)
     usual = engine.planner.programs
 
     def run(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], programs: int | None) -> Tensor:
@@ -38,14 +39,16 @@ def device_attention(shape: AttentionShape, device: torch.device) -> Attention:
 
 def split_with_companions(shape: AttentionShape, device: torch.device) -> Attention:
     """Plant: the segments over keys are shorter when the step holds companions."""
-    alone, other = (device_attention(s, device) for s in (shape, replace(shape, segment=shape.segment // 2)))
+    split = replace(shape, order="segments", block_n=64, segment=SEGMENT // 2)
+    alone, other = (device_attention(s, device) for s in (shape, split))
     return lambda q, k, v, spans, n: (other if len(spans) > 1 else alone)(q, k, v, spans, n)
 
 
 def tile_by_neighbour(shape: AttentionShape, device: torch.device) -> Attention:
     """Plant: the key tile follows the largest number of query rows in the step."""
     tile = Tile(64, 4, 2, 1)
-    narrow = replace(shape, block_n=32, large=tile, small=tile)
+    block_n = 320 - shape.block_n if shape.order == "flash" else 32  # flash: 128 for 192 and 192 for 128
+    narrow = replace(shape, block_n=block_n, large=tile, small=tile)
     alone, other = device_attention(shape, device), device_attention(narrow, device)
     return lambda q, k, v, spans, n: (other if max(c for _, c, _ in spans) > 9 else alone)(q, k, v, spans, n)
 
@@ -110,11 +113,12 @@ def check_attention_device(
 ) -> Violation | None:
     """Checks (d) and (e) on unrounded outputs: window borders, single rows, fused and split segments,
     companions of many shapes and NaN, dirty slots. Probes of 40 and of two and a half segments."""
-    for length in (40, 5 * shape.segment // 2):
+    segment = min(shape.segment, SEGMENT)
+    for length in (40, 5 * segment // 2):
         probe = _Probe.make(length, shape, dtype, device)
         whole: list[Span] = [(0, length, probe.table)]
         want = attention(probe.queries, *probe.dirty(length, 0.0), whole, None)
-        for start, count in _pieces(length, shape.segment):
+        for start, count in _pieces(length, segment):
             for dirt, programs in ((0.0, None), (NAN, 1), (3.0, 10**6)):
                 cache = probe.dirty(start + count, dirt)
                 if dirt != 0.0:

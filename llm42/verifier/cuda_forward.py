@@ -1,9 +1,9 @@
 """The canonical decoder forward on CUDA: llm42/models/decoder.py with fused kernels at the same rounding
 points.
 
-Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Everything is
-launched on the current stream and may be captured into a CUDA graph; work lists are read from device
-memory."""
+Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Where the
+residual is rounded is the choice of the RMSNorm provider (kernels/rmsnorm.py). Everything is launched on the
+current stream and may be captured into a CUDA graph; work lists are read from device memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.attention import Sources, TritonAttention
 from kernels.kv_write import launch_qkv
 from kernels.operators import Operators
-from kernels.rmsnorm import launch_rms_norm
+from kernels.rmsnorm import launch_rms_norm, launch_sum_norm
 from kernels.silu_mul import launch_silu_mul
 from llm42.cache import KVCache
 from llm42.models.weights import LayerWeights, LoadedModel
@@ -32,6 +32,9 @@ class CudaForward:
         views: dict[int, dict[str, Tensor]],
     ) -> None:
         self.model, self.ops, self.attention, self.views = model, ops, attention, views
+        chosen = dict(ops.providers)
+        self.carried = chosen.get("rms_norm") == "carried"
+        self.library_exp = chosen.get("silu_mul") == "library-exp"
         self._flat = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(kv.keys, kv.values, strict=True)]
         self._sources = [attention.sources(k, v) for k, v in self._flat]
 
@@ -41,14 +44,21 @@ class CudaForward:
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
         residual = weights.embed[views["tokens"]]
         x = torch.empty_like(residual)
-        launch_rms_norm(residual, None, weights.layers[0].input_norm, x, residual, eps)
+        if self.carried:
+            launch_sum_norm((residual,), weights.layers[0].input_norm, x, None, eps)
+        else:
+            launch_rms_norm(residual, None, weights.layers[0].input_norm, x, residual, eps)
         for index, layer in enumerate(weights.layers):
-            y = self._attend(index, layer, x, views, variant)
-            launch_rms_norm(y, residual, layer.post_norm, x, residual, eps)
-            y = self._mlp(layer, x)
             last = index + 1 == len(weights.layers)
             norm = weights.final_norm if last else weights.layers[index + 1].input_norm
-            launch_rms_norm(y, residual, norm, hidden if last else x, residual, eps)
+            out = hidden if last else x
+            attended = self._attend(index, layer, x, views, variant)
+            if self.carried:
+                launch_sum_norm((attended, residual), layer.post_norm, x, None, eps)
+                launch_sum_norm((self._mlp(layer, x), attended, residual), norm, out, residual, eps)
+            else:
+                launch_rms_norm(attended, residual, layer.post_norm, x, residual, eps)
+                launch_rms_norm(self._mlp(layer, x), residual, norm, out, residual, eps)
 
     def _attend(
         self, index: int, layer: LayerWeights, x: Tensor, views: dict[str, Tensor], variant: str
@@ -80,5 +90,5 @@ class CudaForward:
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
         gate_up = self.ops.linear(x, layer.gate_up, layer.gate_up_bias)
         inner = torch.empty(x.shape[0], gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
-        launch_silu_mul(gate_up, inner)
+        launch_silu_mul(gate_up, inner, self.library_exp)
         return self.ops.linear(inner, layer.down, layer.down_bias)

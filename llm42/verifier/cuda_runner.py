@@ -19,8 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionShape, Tile, TritonAttention
-from kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment
+from kernels.attention import AttentionShape, Tile
+from kernels.attention_flash import flash_shape, make_attention
+from kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment, round_in_place
 from kernels.operators import Operators
 from kernels.sampling import RowStats, row_stats
 from llm42.cache import KVCache
@@ -63,18 +64,22 @@ class CudaRunner:
         max_len: int,
         *,
         shape: AttentionShape | None = None,
+        round_logits: bool = False,
         graphs: bool = True,
     ) -> None:
+        """shape: None for the usual tiles (`attention_shape`). round_logits: to the activation dtype, before
+        anything else."""
         check_cublas_environment()
         config = model.config
         self.model, self.ops, self.kv, self.buckets = model, ops, kv, buckets
+        self.round_logits = round_logits
         self.shape = shape or attention_shape(
             config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size
         )
         device = kv.keys.device
         self.stream = torch.cuda.Stream(device)
         with memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
-            attention = TritonAttention(self.shape, device, PARTIALS)
+            attention = make_attention(self.shape, device, PARTIALS)
             per_row = -(-max_len // kv.block_size)
             layouts = {b: Layout(b, b + PARTIALS, b * per_row) for b in buckets}
             self._packers = {b: StepPacker(x, attention.planner, kv.block_size) for b, x in layouts.items()}
@@ -198,6 +203,8 @@ class CudaRunner:
         picked = self._hidden[self._views[bucket]["logit_rows"][:rows]]
         logits = self._logits[:rows]
         self._head_provider(picked, self.model.weights.lm_head, logits)
+        if self.round_logits:
+            round_in_place(logits, self.model.dtype)
         row_stats(logits, self._stats(rows))
 
     def _stats(self, rows: int) -> RowStats:
@@ -227,6 +234,13 @@ def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> Att
     else:
         large = small = Tile(64, 4, 3, 2)
     return AttentionShape(heads, kv_heads, dim, block_size, large=large, small=small)
+
+
+ATTENTION: dict[str, Callable[[int, int, int, int], AttentionShape]] = {
+    "triton": attention_shape,
+    "flash-order": flash_shape,
+}
+"""Provider -> its tiles for (query heads, KV heads, head size, block size)."""
 
 
 def _wishes(

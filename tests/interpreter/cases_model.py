@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionShape, Tile, TritonAttention
+from kernels.attention import AttentionShape, Tile
+from kernels.attention_flash import make_attention
 from kernels.cpu import cpu_operators
 from kernels.cuda import cuda_operators
+from kernels.operators import Operators
 from kernels.sampling import row_stats
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
@@ -84,16 +86,23 @@ def _widened(model: LoadedModel) -> LoadedModel:
 class Harness:
     """CudaForward on CPU tensors: pack, upload, run."""
 
-    def __init__(self, model: LoadedModel, rows: int = 32) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        rows: int = 32,
+        ops: Operators | None = None,
+        shape: AttentionShape | None = None,
+    ) -> None:
         self.model, self.kv = model, KVCache(2, 12, BLOCK, KV_HEADS, DIM, model.dtype)
         self.kv.fill(range(12), float("nan"))
-        shape = AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 64, Tile(32, 4, 2, 1), Tile(16, 1, 2, 1))
-        attention = TritonAttention(shape, torch.device("cpu"), 8)
+        tiles = (Tile(32, 4, 2, 1), Tile(16, 1, 2, 1))
+        shape = shape or AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 64, *tiles)
+        attention = make_attention(shape, torch.device("cpu"), 8)
         self.layouts = {n: Layout(n, n + 8, 200) for n in (1, 16, 32, rows)}
         self.packers = {n: StepPacker(x, attention.planner, BLOCK) for n, x in self.layouts.items()}
         self.host = np.zeros(max(x.total for x in self.layouts.values()), np.int32)
         views = {n: x.views(torch.from_numpy(self.host)) for n, x in self.layouts.items()}
-        self.forward = CudaForward(model, cuda_operators(TRITON), self.kv, attention, views)
+        self.forward = CudaForward(model, ops or cuda_operators(TRITON), self.kv, attention, views)
 
     def hidden(self, bucket: int, sequences: list[SequenceRows]) -> torch.Tensor:
         views = self.layouts[bucket].views(self.host)
