@@ -6,6 +6,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deployments.fastpath import FastPath
 from deployments.ingress import Ingress
@@ -16,13 +17,11 @@ FAST_PATH_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 5,
     "health_check_timeout_s": 30,
     "graceful_shutdown_wait_loop_s": 0.5,
-    "graceful_shutdown_timeout_s": 20,
-    "ray_actor_options": {"num_cpus": 0.2},
+    "request_router_config": RequestRouterConfig(request_router_class="deployments.router:PrefixRouter"),
 }
 INGRESS_OPTIONS: dict[str, Any] = {
     "max_ongoing_requests": 4096,
     "graceful_shutdown_wait_loop_s": 0.5,
-    "graceful_shutdown_timeout_s": 20,
     "ray_actor_options": {"num_cpus": 0.1},
 }
 
@@ -34,14 +33,43 @@ def build(args: dict[str, Any]) -> Application:
     """
     settings = Settings.load(args)
     tree = settings.model_dump(mode="json")
-    replicas = settings.server.fastpath_replicas
-    options = FAST_PATH_OPTIONS
-    if settings.model.device == "cuda":
-        actor = options["ray_actor_options"] | {"num_gpus": settings.engine.gpus}
-        options = options | {"ray_actor_options": actor}
-    fastpath = serve.deployment(FastPath, name="FastPath", num_replicas=replicas, **options)
+    drain = {"graceful_shutdown_timeout_s": settings.server.drain_s}
+    options = FAST_PATH_OPTIONS | drain | _replicas(settings) | _placement(settings)
+    fastpath = serve.deployment(FastPath, name="FastPath", **options)
     entry = serve.ingress()(Ingress)
     replicas = settings.server.ingress_replicas
-    ingress = serve.deployment(entry, name="Ingress", num_replicas=replicas, **INGRESS_OPTIONS)
+    ingress = serve.deployment(entry, name="Ingress", num_replicas=replicas, **INGRESS_OPTIONS, **drain)
     app: Application = ingress.bind(tree, fastpath.bind(tree))
     return app
+
+
+def _replicas(settings: Settings) -> dict[str, Any]:
+    """A fixed number of replicas, or Serve's autoscaling between two."""
+    server = settings.server
+    if server.max_fastpath_replicas <= server.fastpath_replicas:
+        return {"num_replicas": server.fastpath_replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=server.fastpath_replicas,
+        max_replicas=server.max_fastpath_replicas,
+        target_ongoing_requests=server.target_ongoing_requests,
+        upscale_delay_s=5.0,
+        downscale_delay_s=60.0,
+    )
+    return {"autoscaling_config": scaling}
+
+
+def _placement(settings: Settings) -> dict[str, Any]:
+    """GPUs and other resources of a replica. vLLM with tensor parallelism takes whole GPUs of one node, in a
+    placement group that its own workers are put into."""
+    engine = settings.engine
+    actor: dict[str, Any] = {"num_cpus": 0.2}
+    if engine.resources:
+        actor["resources"] = engine.resources
+    if settings.model.device != "cuda":
+        return {"ray_actor_options": actor}
+    parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
+    if parallel == 1:
+        return {"ray_actor_options": actor | {"num_gpus": engine.gpus}}
+    bundles = [{"CPU": 0.2, **engine.resources}, *({"CPU": 0.1, "GPU": engine.gpus} for _ in range(parallel))]
+    group = {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_PACK"}
+    return {"ray_actor_options": actor, **group}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from ray import serve
 
+from deployments.admission import Admission
 from deployments.deltas import coalesce
 from deployments.errors import ServiceUnavailable
 from deployments.http_app import Status
@@ -16,9 +18,16 @@ from deployments.ray_metrics import RayMetrics
 from deployments.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings
-from llm42.protocol import Delta, LLM42Error, Overloaded, Request
+from llm42.protocol import Delta, LLM42Error, Request
 
 REPORT_S = 1.0
+
+
+def admission_for(settings: Settings) -> Admission:
+    """As many places as the engine decodes together; the rest waits outside of it, by class."""
+    engine, server = settings.engine, settings.server
+    places = engine.vllm.max_num_seqs if engine.kind == "vllm" else engine.max_batch
+    return Admission(places, server.max_queued, server.deterministic_share, settings.verifier.target_queue_s)
 
 
 class FastPath:
@@ -28,8 +37,8 @@ class FastPath:
         self._settings = Settings.load(settings)
         self._metrics = RayMetrics(in_replica=True)
         self._replica, self._served = serve.get_replica_context().replica_tag, 0
-        self._held = {True: 0, False: 0}
-        self._pool = VerifierPool(self._settings, self._metrics)
+        self._admission = admission_for(self._settings)
+        self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
         self._reporter = asyncio.get_running_loop().create_task(self._report())
@@ -51,32 +60,35 @@ class FastPath:
         """
         mode = "deterministic" if request.deterministic else "best_effort"
         began, outcome = time.monotonic(), "aborted"
-        source: AsyncIterator[Delta] | None = None
-        self._held[request.deterministic] += 1
         try:
             self._require_tokenizer(tokenizer)
-            await self._admit(request)
-            self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
-            source = self._generator.generate(request)
-            if not request.deterministic:
-                source = coalesce(source, self._settings.server.stream_interval_s)
-            first = True
-            async for delta in source:
-                if first:
-                    self._metrics.observe(m.FIRST_TOKEN, time.monotonic() - began, mode=mode)
-                    first = False
-                self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=mode)
-                yield delta
+            if request.deterministic:
+                await self._pool.require_ready()
+            async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
+                first = True
+                async for delta in deltas:
+                    if first:
+                        self._metrics.observe(m.FIRST_TOKEN, time.monotonic() - began, mode=mode)
+                        first = False
+                    self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=mode)
+                    yield delta
             outcome = "finished"
             self._served += 1
         except LLM42Error as error:
             outcome = error.code
             yield error
         finally:
-            self._held[request.deterministic] -= 1
             self._metrics.inc(m.REQUESTS, mode=mode, outcome=outcome)
-            if isinstance(source, AsyncGenerator):
-                await source.aclose()
+
+    async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
+        mode = "deterministic" if request.deterministic else "best_effort"
+        self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
+        source: AsyncGenerator[Delta, None] = self._generator.generate(request)
+        if not request.deterministic:
+            source = coalesce(source, self._settings.server.stream_interval_s)
+        async with aclosing(source) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def _require_tokenizer(self, identity: str | None) -> None:
         """Ids mean something only to the tokenizer that made them, which the fingerprint names."""
@@ -84,14 +96,6 @@ class FastPath:
             raise ServiceUnavailable(
                 "The ingress and this replica were started with different tokenizer files: deploy anew."
             )
-
-    async def _admit(self, request: Request) -> None:
-        """Bounds what this replica holds; a deterministic request also needs a verifier that is ready."""
-        limit = self._settings.server.max_queued
-        if sum(self._held.values()) > limit:
-            raise Overloaded(f"This replica already holds {limit} requests.")
-        if request.deterministic:
-            await self._pool.require_ready()
 
     async def status(self) -> Status:
         """For /health: never waits for the engine or a verifier."""
@@ -121,8 +125,11 @@ class FastPath:
             load = self._engine.load()
             self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.WAITING, load.waiting)
+            self._metrics.set(m.ADMITTED_LIMIT, self._admission.deterministic_limit)
             for deterministic, mode in ((True, "deterministic"), (False, "best_effort")):
-                self._metrics.set(m.RUNNING, self._held[deterministic], mode=mode)
+                mine = self._admission.classes[deterministic]
+                self._metrics.set(m.RUNNING, mine.running, mode=mode)
+                self._metrics.set(m.QUEUED, len(mine.waiting), mode=mode)
             await asyncio.sleep(REPORT_S)
 
     async def __del__(self) -> None:

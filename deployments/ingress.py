@@ -12,45 +12,39 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.errors import ServiceUnavailable
+from deployments.failover import Failover, ReplicaLost
 from deployments.http_app import Status, create_app
-from llm42.config import Settings
+from deployments.ray_metrics import RayMetrics
+from llm42.config import ServerSettings, Settings
+from llm42.metrics import FAILOVERS, Metrics
 from llm42.protocol import Delta, LLM42Error, Overloaded, Request
 from llm42.tokenizer import Tokenizer
 
 STATUS_TIMEOUT_S = 2.0
-ADMISSION_TRIES = 4
-ADMISSION_PAUSE_S = 0.05
 
 
 class RayBackend:
     """Generates through a deployment handle."""
 
-    def __init__(self, fastpath: DeploymentHandle, tokenizer: str) -> None:
+    def __init__(
+        self, fastpath: DeploymentHandle, tokenizer: str, server: ServerSettings, metrics: Metrics
+    ) -> None:
         """tokenizer: the identity of the one that encodes the prompts."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self._server, self._metrics = tokenizer, server, metrics
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The output of one request. Losing the replica is one clear error (ServiceUnavailable).
-
-        A replica that is full says so before any token; the request is then offered again, because Serve
-        routes by queue lengths that may be out of date, and another replica may have room.
-        """
-        sent = False
-        for attempt in range(ADMISSION_TRIES):
-            try:
-                async with aclosing(self._try(request)) as deltas:
-                    async for delta in deltas:
-                        sent = True
-                        yield delta
-                return
-            except Overloaded:
-                # never again from the start once tokens have left: a stream takes nothing back
-                if sent or attempt + 1 == ADMISSION_TRIES:
-                    raise
-                await asyncio.sleep(ADMISSION_PAUSE_S)
+        """The output of one request, over as many replicas as it takes (failover.py)."""
+        state = Failover(request, self._server)
+        try:
+            async with aclosing(state.run(self._try)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            if state.losses:
+                mode = "deterministic" if request.deterministic else "best_effort"
+                self._metrics.inc(FAILOVERS, state.losses, mode=mode)
 
     async def _try(self, request: Request) -> AsyncGenerator[Delta, None]:
         stream = self._generate.remote(request, self._tokenizer)
@@ -65,7 +59,7 @@ class RayBackend:
         except BackPressureError as error:
             raise Overloaded("Too many requests wait for a fast-path replica.") from error
         except (RayActorError, DeploymentUnavailableError) as error:
-            raise ServiceUnavailable("The replica of this request is gone; send it again.") from error
+            raise ReplicaLost("The replica of this request is gone; send it again.") from error
         except RayTaskError as error:
             if isinstance(error.cause, LLM42Error):
                 raise error.cause from error
@@ -90,7 +84,9 @@ class Ingress:
     def __init__(self, settings: dict[str, Any], fastpath: DeploymentHandle) -> None:
         self._settings = Settings.load(settings)
         self._tokenizer = Tokenizer.load(self._settings.model.path)
-        self._backend = RayBackend(fastpath, self._tokenizer.identity)
+        self._backend = RayBackend(
+            fastpath, self._tokenizer.identity, self._settings.server, RayMetrics(in_replica=True)
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the constructor has run."""

@@ -14,6 +14,7 @@ from llm42.models.errors import ModelFileError
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
 from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.core import Verifier
+from llm42.verifier.golden import golden_answers
 
 log = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -22,7 +23,7 @@ application has been deleted."""
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
 """Pause before the first and between the later tries of a start that failed."""
 
-State = Literal["starting", "ready", "failed"]
+State = Literal["starting", "ready", "failed", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class VerifierStatus:
     fingerprint: str | None = None
     detail: str = ""
     pid: int = 0
+    windows: int = 0
+    """Answered since the start."""
+    queue_s: float = 0.0
+    """Seconds that those windows waited, summed."""
+    waiting: int = 0
+    active: int = 0
 
 
 class VerifierActor:
@@ -95,16 +102,27 @@ class VerifierActor:
         """The state; asking renews the lease."""
         self._renewed = time.monotonic()
         if self._verifier is not None:
-            return VerifierStatus("ready", self._verifier.fingerprint, pid=os.getpid())
+            stats, name = self._verifier.stats(), self._verifier.fingerprint
+            counters = (stats.windows, stats.queue_s, stats.waiting, stats.active)
+            return VerifierStatus("ready", name, "", os.getpid(), *counters)
         if self._failure:
             return VerifierStatus("failed", None, self._failure, os.getpid())
         return VerifierStatus("starting", None, self._doing, os.getpid())
 
-    async def verify(self, windows: list[Window]) -> list[Commit | Failure]:
-        """Answers in order. Pure, so a caller may repeat it. Raises VerifierUnavailable or Overloaded."""
+    async def verify(self, windows: list[Window], cold: bool = False) -> list[Commit | Failure]:
+        """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises
+        VerifierUnavailable or Overloaded."""
+        return await self._ready().verify_async(windows, cold)
+
+    async def self_test(self) -> bool:
+        """Whether the known answers that the fingerprint names are still what is computed."""
+        verifier = self._ready()
+        return bool(await golden_answers(verifier) == verifier.manifest["golden"])
+
+    def _ready(self) -> Verifier:
         if self._verifier is None:
             raise VerifierUnavailable(self._failure or "the verifier is still certifying this machine")
-        return await self._verifier.verify_async(windows)
+        return self._verifier
 
     async def release(self, request_id: str) -> None:
         """The request is over; its private KV may go."""

@@ -1,38 +1,37 @@
-"""The verifiers as a fast-path replica sees them: created if missing, watched, chosen per request.
+"""The verifiers as a fast-path replica sees them: who is there, whom to ask, what a failing call becomes.
 
-Any replica may create or re-create an actor (`get_if_exists` makes that a race nobody loses), so there is no
-supervisor whose death could matter. Calls are plain actor calls; the reply is an object ref, awaited.
+The supervisor (supervisor.py) says who is there; a replica that cannot reach it creates it anew and goes on
+with the members it knows. Calls are plain actor calls; the reply is an object ref, awaited.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from deployments.verifier_actor import VerifierActor, VerifierStatus
-from kernels.linear import CUBLAS_ENVIRONMENT
+from deployments.actors import get_actor, get_or_create_supervisor
+from deployments.audit import Auditor
+from deployments.supervisor import MemberInfo, Membership
+from deployments.verifier_actor import VerifierStatus
 from llm42.config import Settings
-from llm42.fingerprint import code_hash
 from llm42.metrics import VERIFIERS_READY, Metrics
 from llm42.models.load import sampled_identity
 from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
 
 log = logging.getLogger(__name__)
-NAMESPACE = "llm42"
-WATCH_S = 1.0
+WATCH_S = 0.5
 LOOK_S = 1.0
-STATUS_TIMEOUT_S = 5.0
+MEMBERSHIP_TIMEOUT_S = 3.0
 MISSES_ALLOWED = 3
-RETRY_PAUSE_S = 0.25
+"""Membership calls in a row that a supervisor may leave unanswered before another one is created."""
+RETRY_PAUSE_S = 0.1
 AVOID_S = 5.0
 """How long a verifier whose call failed is only a last resort."""
 AFFINITY_TOKENS = 64
@@ -46,88 +45,60 @@ class Member:
     """One verifier of the pool."""
 
     name: str
+    actor_id: str = ""
     handle: Any = None
     status: VerifierStatus | None = None
     in_flight: int = 0
-    missed: int = 0
-    """Status calls in a row without an answer."""
     avoid_until: float = 0.0
     """A verify call failed a moment ago: others are chosen first."""
 
     @property
     def ready(self) -> bool:
-        """Whether it answered its last status call as certified."""
-        return self.status is not None and self.status.state == "ready"
-
-
-def actor_names(settings: Settings, model_identity: str) -> list[str]:
-    """Names of the pool's actors; other settings of model or verifier, other model files or other code give
-    other names, hence new actors: a new release never meets the verifiers of an old one."""
-    sections = (settings.model, settings.verifier)
-    key = json.dumps([code_hash(), model_identity, *(s.model_dump(mode="json") for s in sections)])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:10]
-    return [f"verifier-{digest}-{i}" for i in range(settings.server.verifiers)]
-
-
-def get_or_create(name: str, settings: Settings, model_identity: str) -> Any:
-    """The named actor's handle. Blocks for a call to the cluster's control store."""
-    threads = str(settings.verifier.threads)
-    env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
-    options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
-    if settings.model.device == "cuda":
-        env |= CUBLAS_ENVIRONMENT  # read when CUDA starts: it must be there before the actor is
-        options["num_gpus"] = settings.verifier.gpus
-    actor = ray.remote(VerifierActor).options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_task_retries=0,
-        max_concurrency=1000,
-        **options,
-    )
-    return actor.remote(settings.model_dump(mode="json"), model_identity=model_identity)
+        """Whether it can be asked: certified, with the pool's fingerprint, and its handle is known."""
+        return self.status is not None and self.status.state == "ready" and self.handle is not None
 
 
 class VerifierPool:
     """A `VerifierClient` over the actors. One per fast-path replica; belongs to its event loop."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
-        self._settings, self._metrics = settings, metrics
+    def __init__(
+        self, settings: Settings, metrics: Metrics, observe: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """observe: is told how long each committed window waited for its verifier, in seconds."""
+        self._settings, self._metrics, self._observe = settings, metrics, observe
         self._model_identity = sampled_identity(settings.model.path)
-        self.members = [Member(name) for name in actor_names(settings, self._model_identity)]
+        self.members: list[Member] = []
+        self.fingerprint: str | None = None
+        self._supervisor: Any = None
+        self._missed = 0
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
+        self._auditor = Auditor(self, settings.verifier.audit_share, metrics)
 
     def start(self) -> None:
-        """Begins watching; verifiers that are missing are created."""
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        """Begins watching; a supervisor that is missing is created."""
+        if self._settings.server.verifiers > 0:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
 
     def close(self) -> None:
-        """Stops watching; the actors live on until their lease ends."""
+        """Stops watching; the actors live on until their leases end."""
         if self._watcher is not None:
             self._watcher.cancel()
+        self._auditor.close()
 
     @property
     def ready(self) -> list[Member]:
-        """Certified members with one fingerprint: that of the first ready one. Others are left out."""
-        members = [m for m in self.members if m.ready]
-        return [m for m in members if m.status and m.status.fingerprint == self.fingerprint]
-
-    @property
-    def fingerprint(self) -> str | None:
-        """What the pool answers with; None while no verifier is ready."""
-        return next((m.status.fingerprint for m in self.members if m.ready and m.status), None)
+        """Members that can be asked."""
+        return [m for m in self.members if m.ready]
 
     async def require_ready(self) -> None:
         """Raises VerifierUnavailable, with the reason, when no verifier can answer now.
 
-        What the last look said may be a second old, so a refusal looks again first (all callers together).
+        What the last look said may be old, so a refusal looks again first (all callers together).
         """
-        if not self.ready and self.members:
+        if not self.ready and self._settings.server.verifiers > 0:
             if self._look is None or self._look.done():
-                self._look = asyncio.create_task(self._refresh_all())
+                self._look = asyncio.create_task(self.refresh())
             await asyncio.wait([self._look], timeout=LOOK_S)
         if not self.ready:
             raise VerifierUnavailable(self.explain())
@@ -136,7 +107,7 @@ class VerifierPool:
         """Why deterministic requests cannot be served; empty when they can."""
         if self.ready:
             return ""
-        if not self.members:
+        if self._settings.server.verifiers == 0:
             return "Deterministic requests are switched off here (server.verifiers is 0)."
         reasons = {m.status.detail or m.status.state for m in self.members if m.status}
         return "No verifier is ready: " + ("; ".join(sorted(reasons)) or "not reachable") + "."
@@ -153,13 +124,12 @@ class VerifierPool:
         try:
             answers: list[Answer] = await member.handle.verify.remote(list(windows))
             answered = True
-            return answers
         except asyncio.CancelledError:
             # the client has gone, or nothing came in time; only the second is the verifier's doing
-            answered = time.monotonic() - began < self._settings.session.verify_timeout_s - WATCH_S
+            answered = time.monotonic() - began < self._settings.session.verify_timeout_s - 1.0
             raise
         except RayActorError as error:
-            member.status = None  # not chosen again until the watcher has heard from it
+            member.status = None  # not chosen again until the supervisor has heard from it
             raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
         except RayTaskError as error:
             if isinstance(error.cause, LLM42Error):
@@ -169,15 +139,28 @@ class VerifierPool:
             member.in_flight -= len(windows)
             if not answered:
                 member.avoid_until = time.monotonic() + AVOID_S
+        for answer in answers:
+            if isinstance(answer, Commit):
+                self._observe(answer.timings.queue_s)
+        self._auditor.consider(member, windows, answers)
+        return answers
 
     def release(self, request_id: str) -> None:
         """Tells the verifiers that a request is over; nothing waits for it."""
         for member in self.ready:
             member.handle.release.remote(request_id)
 
+    async def condemn(self, member: Member, reason: str) -> None:
+        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked."""
+        member.status = None
+        if self._supervisor is not None:
+            await self._supervisor.condemn.remote(member.name, member.actor_id, reason)
+
     async def _ready_member(self, window: Window) -> Member:
         while (member := self._choose(window)) is None:
-            if all(m.status is not None and m.status.state == "failed" for m in self.members):
+            if self.members and all(
+                m.status is not None and m.status.state == "failed" for m in self.members
+            ):
                 raise VerifierUnavailable(self.explain())
             await asyncio.sleep(RETRY_PAUSE_S)
         return member
@@ -196,32 +179,45 @@ class VerifierPool:
     async def _watch(self) -> None:
         while True:
             try:
-                await self._refresh_all()
+                await self.refresh()
                 self._metrics.set(VERIFIERS_READY, len(self.ready))
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
             await asyncio.sleep(WATCH_S)
 
-    async def _refresh_all(self) -> None:
-        await asyncio.gather(*(self._refresh(m) for m in self.members))
-
-    async def _refresh(self, member: Member) -> None:
-        """One status call; a member that has died is created anew."""
+    async def refresh(self) -> None:
+        """Asks the supervisor who is there; one that has died is created anew."""
         try:
-            if member.handle is None:
-                member.handle = await asyncio.to_thread(
-                    get_or_create, member.name, self._settings, self._model_identity
+            if self._supervisor is None:
+                self._supervisor = await asyncio.to_thread(
+                    get_or_create_supervisor, self._settings, self._model_identity
                 )
-            member.status = await asyncio.wait_for(member.handle.status.remote(), STATUS_TIMEOUT_S)
-            member.missed = 0
+            call = self._supervisor.membership.remote()
+            membership: Membership = await asyncio.wait_for(call, MEMBERSHIP_TIMEOUT_S)
+            self._missed = 0
         except TimeoutError:
-            member.missed += 1  # busy, perhaps: not a reason to turn requests away at once
-            if member.missed >= MISSES_ALLOWED:
-                log.warning("%s has not answered %d times", member.name, member.missed)
-                member.status = None
-        except ActorDiedError as error:
-            log.warning("%s has died and is created again: %s", member.name, error)
-            member.handle = member.status = None
-        except Exception as error:
-            log.warning("%s does not answer: %s", member.name, error)
-            member.status = None
+            self._missed += 1
+            if self._missed >= MISSES_ALLOWED:
+                self._supervisor, self._missed = None, 0
+            return
+        except ActorDiedError:
+            self._supervisor = None
+            return
+        except RayActorError as error:
+            log.warning("the supervisor does not answer: %s", type(error).__name__)
+            return
+        self.fingerprint = membership.fingerprint
+        known = {m.name: m for m in self.members}
+        self.members = [await self._updated(known.get(info.name), info) for info in membership.members]
+
+    async def _updated(self, member: Member | None, info: MemberInfo) -> Member:
+        """The member as published. A handle belongs to one actor: after a death it is resolved afresh."""
+        member = member or Member(info.name)
+        member.status = info.status
+        if member.actor_id != info.actor_id or (member.handle is None and info.actor_id):
+            try:
+                member.handle = await asyncio.to_thread(get_actor, info.name) if info.actor_id else None
+                member.actor_id = member.handle._actor_id.hex() if member.handle is not None else ""
+            except ValueError:  # between two actors of that name
+                member.handle, member.actor_id = None, ""
+        return member

@@ -71,6 +71,9 @@ class EngineSettings(_Section):
     max_batch: int = Field(32, gt=0, description="requests decoded together")
     prefill_chunk: int = Field(256, gt=0, description="most prompt tokens in one step")
     threads: int = Field(0, ge=0, description="CPU threads of the engine; 0: half the cores, at least 1")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray resources a replica needs besides: which nodes it may be on"
+    )
     gpus: float = Field(
         0.9, gt=0, description="GPUs that Ray reserves for a replica, when model.device is cuda"
     )
@@ -96,6 +99,21 @@ class VerifierSettings(_Section):
     )
     gpus: float = Field(
         0.1, gt=0, description="GPUs that Ray reserves for a verifier, when model.device is cuda"
+    )
+    target_queue_s: float = Field(
+        0.5, gt=0, description="queue time of windows above which less is admitted and verifiers are added"
+    )
+    scale_down_s: float = Field(
+        120.0, gt=0, description="a verifier is given up after its kind was idle for this long"
+    )
+    audit_share: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of windows that another verifier computes again, from a cold cache",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict, description="Ray resources a verifier needs besides: which nodes it may be on"
     )
     max_waiting: int = Field(
         256, gt=0, description="windows that may wait; beyond it the verifier says overloaded"
@@ -153,9 +171,28 @@ class ServerSettings(_Section):
         42, description="seed of a deterministic request that names none; echoed in the reply"
     )
     max_queued: int = Field(256, gt=0, description="requests a replica holds; beyond it 429")
+    deterministic_share: float = Field(
+        0.5, gt=0, le=1, description="share of a replica's places for deterministic requests while both wait"
+    )
+    failover_s: float = Field(
+        60.0, ge=0, description="how long a stream waits for another replica to go on with it; 0: never"
+    )
+    resume_best_effort: bool = Field(
+        False, description="whether a best-effort stream goes on elsewhere too, with some continuation"
+    )
+    drain_s: float = Field(
+        120.0, gt=0, description="how long a replica that is being replaced may finish its streams"
+    )
     ingress_replicas: int = Field(1, gt=0)
     fastpath_replicas: int = Field(1, gt=0)
-    verifiers: int = Field(1, ge=0)
+    max_fastpath_replicas: int = Field(
+        0, ge=0, description="above fastpath_replicas: replicas are added and removed by load"
+    )
+    target_ongoing_requests: float = Field(
+        16.0, gt=0, description="requests per replica that the scaling of replicas aims at"
+    )
+    verifiers: int = Field(1, ge=0, description="0: deterministic requests are refused")
+    max_verifiers: int = Field(0, ge=0, description="above verifiers: verifiers are added by queue time")
     stream_interval_s: float = Field(0.05, ge=0, description="best-effort tokens are sent at most this often")
 
 

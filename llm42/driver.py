@@ -21,6 +21,7 @@ from llm42.protocol import (
     Commit,
     Delta,
     Failure,
+    FingerprintChanged,
     FinishReason,
     LLM42Error,
     Overloaded,
@@ -75,6 +76,7 @@ class Generator:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
         run = self._deterministic if request.deterministic else self._best_effort
         text = OutputText(self.tokenizer, request.stop, request.include_stop)
+        text.push(request.output)  # the client has it: what follows is the same as if it had come from here
         async with aclosing(run(request, text)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -164,7 +166,7 @@ class _Drive:
         self.session = Session(request, self.settings, time.monotonic())
         self.inbox: asyncio.Queue[EngineOutput | Commit | LLM42Error] = asyncio.Queue()
         self.verifying: asyncio.Task[None] | None = None
-        self.fingerprint: str | None = None
+        self.fingerprint = request.fingerprint
 
     def close(self) -> None:
         """Frees the engine's and the verifier's share; safe at any moment."""
@@ -213,7 +215,7 @@ class _Drive:
             # one reply, one fingerprint: no promise covers tokens of two different verifiers
             self.fingerprint = self.fingerprint or event.fingerprint
             if event.fingerprint != self.fingerprint:
-                raise VerifierUnavailable("the verifiers were replaced by others with another fingerprint")
+                raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
             return self.session.commit(event, time.monotonic())
         if event.error is not None:
             raise EngineFailed(event.error)

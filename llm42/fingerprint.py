@@ -119,10 +119,10 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
 
 
 def manifest(
-    known: Mapping[str, Any], providers: Mapping[str, str], buckets: tuple[int, ...]
+    known: Mapping[str, Any], providers: Mapping[str, str], buckets: tuple[int, ...], golden: str
 ) -> dict[str, Any]:
-    """Inputs and outcome of certification."""
-    return {**known, "providers": dict(providers), "buckets": list(buckets)}
+    """Inputs and outcome of certification, and the digest of the known answers (verifier/golden.py)."""
+    return {**known, "providers": dict(providers), "buckets": list(buckets), "golden": golden}
 
 
 def fingerprint(full: Mapping[str, Any]) -> str:

@@ -70,10 +70,17 @@ VERIFY_SECONDS = _define(
     "llm42_verify_seconds", Kind.HISTOGRAM, "Window sent to commit received", buckets=_LATENCY
 )
 VERIFY_RETRIES = _define("llm42_verify_retries", Kind.COUNTER, "Verify calls that had to be repeated")
+AUDITS = _define("llm42_audits", Kind.COUNTER, "Windows that a second verifier has computed again")
+AUDIT_MISMATCHES = _define("llm42_audit_mismatches", Kind.COUNTER, "Audited windows with another answer")
+FAILOVERS = _define("llm42_failovers", Kind.COUNTER, "Streams that another replica went on with", ("mode",))
 
 # State of a fast-path replica.
 KV_USED = _define("llm42_fastpath_kv_tokens_used", Kind.GAUGE, "KV cache in use by live requests, in tokens")
 WAITING = _define("llm42_fastpath_waiting", Kind.GAUGE, "Requests that wait for a place in the batch")
+QUEUED = _define("llm42_requests_queued", Kind.GAUGE, "Requests that wait to be admitted", ("mode",))
+ADMITTED_LIMIT = _define(
+    "llm42_deterministic_limit", Kind.GAUGE, "Deterministic requests that a replica admits at once"
+)
 VERIFIERS_READY = _define("llm42_verifiers_ready", Kind.GAUGE, "Certified verifiers that a replica can reach")
 
 

@@ -55,6 +55,10 @@ class Request:
     """None: no log-probabilities; 0: the chosen token's only; n: also the n most likely ones."""
     seeded: bool = True
     """False: the client named no seed, so a best-effort engine need not keep the noise of `sampling.seed`."""
+    output: tuple[int, ...] = ()
+    """What the client has already: the request goes on after it (failover). Counts towards max_tokens."""
+    fingerprint: str | None = None
+    """The verifier's fingerprint that `output` was committed under; no other may go on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,8 @@ class RequestStats:
     verified_tokens: int = 0
     candidate_tokens: int = 0
     verify_retries: int = 0
+    failovers: int = 0
+    """How often another replica went on with the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,10 @@ class VerifierUnavailable(LLM42Error):
     """No verifier answers (HTTP 503 with Retry-After); best-effort traffic is not affected."""
 
     code = "verifier_unavailable"
+
+
+class FingerprintChanged(VerifierUnavailable):
+    """The verifiers were replaced while the request ran: no promise covers tokens of both (HTTP 503)."""
 
 
 class VerificationFailed(LLM42Error):

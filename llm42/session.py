@@ -63,6 +63,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.target = self.settings.start_window
+        self.committed = list(self.request.output)
+        self._fast = len(self.committed)
 
     @property
     def done(self) -> bool:

@@ -48,7 +48,10 @@ class Engine(Protocol):
     """A fast-path engine. Every method may be called from any thread and returns at once."""
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request that may produce output tokens up to number `limit` (lookahead bound)."""
+        """Starts a request that may produce output tokens up to number `limit` (lookahead bound).
+
+        It goes on after `request.output`: the first token it reports is number len(request.output).
+        """
         ...
 
     def extend(self, request_id: str, limit: int) -> None:

@@ -119,7 +119,8 @@ class TorchEngine:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        self._commands.put(lambda: self._enter(Running(request, sink, limit, list(request.prompt))))
+        tokens = [*request.prompt, *request.output]
+        self._commands.put(lambda: self._enter(Running(request, sink, limit, tokens)))
         if self._closed:  # asked after the put: either the loop's end sees the request, or this does
             raise Overloaded("the engine is not running")
 

@@ -123,7 +123,8 @@ class VllmEngine:
         if connection is None or not self.alive:
             raise Overloaded("the engine is not running")
         connection.check(request)
-        if not self._post(lambda: self._enter(Stream(request, sink, limit))):
+        stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
+        if not self._post(lambda: self._enter(stream)):
             raise Overloaded("the engine is not running")
 
     def extend(self, request_id: str, limit: int) -> None:

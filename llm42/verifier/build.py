@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+
+import torch
 
 from kernels.linear import rounded_head
 from llm42 import fingerprint as fp
@@ -25,6 +28,7 @@ from llm42.verifier.certify import (
 )
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.golden import golden_answers_now
 from llm42.verifier.plan import Runner
 
 
@@ -71,23 +75,25 @@ def build_verifier(
     if model is None or tokenizer is None:
         model, tokenizer = load_for(settings)
     certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
-    full = fp.manifest(
-        fp.inputs(model, settings, tokenizer.identity), certificate.providers, certificate.buckets
-    )
-    name = fp.fingerprint(full)
     make_runner = cuda_runner if on_cuda(model) else _cpu_runner
-    runner, pool = make_runner(settings, model, certificate, name)
-    return Verifier(
+    runner, pool = make_runner(settings, model, certificate, certificate.key)
+    verifier = Verifier(
         runner,
         pool,
         buckets=certificate.buckets,
         max_len=settings.model.max_model_len,
         vocab_size=model.config.vocab_size,
-        fingerprint=name,
-        manifest=full,
+        fingerprint="",
         max_waiting=settings.verifier.max_waiting,
         on_thread_start=_thread_setup(settings.verifier.threads),
     )
+    progress("known answers")
+    known = fp.inputs(model, settings, tokenizer.identity)
+    with _threads(settings.verifier.threads):
+        golden = golden_answers_now(verifier)
+    verifier.manifest = fp.manifest(known, certificate.providers, certificate.buckets, golden)
+    verifier.fingerprint = fp.fingerprint(verifier.manifest)
+    return verifier
 
 
 def _cpu_runner(
@@ -100,6 +106,16 @@ def _cpu_runner(
     ops = rounded_head(parts.ops, model.dtype) if v.logits_dtype == "activation" else parts.ops
     runner = CPURunner(model, ops, kv, certificate.buckets, parts.attention, parts.sampler)
     return runner, BlockPool(blocks, v.block_size, root=name.encode())
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)
 
 
 def _thread_setup(threads: int) -> Callable[[], None]:

@@ -44,6 +44,8 @@ class Job:
     next: int = 0
     issued: int = 0
     cached: int = 0
+    cold: bool = False
+    """Nothing is taken from the cache and nothing left in it."""
     released: bool = False
     abandoned: bool = False
     sampled: list[Sampled] = field(default_factory=list)
@@ -108,7 +110,7 @@ class Verifier:
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._flight: Flight | None = None
         self._store = SequenceStore(pool, runner.copy_block)
-        self._buckets, self._max_len, self._vocab_size = tuple(buckets), max_len, vocab_size
+        self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
         self._max_waiting = max_waiting
         self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
@@ -141,8 +143,9 @@ class Verifier:
         """Whether the step thread runs; a verifier whose thread has ended never answers again."""
         return not self._closed and self._thread is not None and self._thread.is_alive()
 
-    def submit(self, window: Window) -> Future[Answer]:
-        """Queues one window. Raises Overloaded when too many wait, VerifierUnavailable when closed."""
+    def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
+        """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,
+        VerifierUnavailable when closed."""
         if self._closed:
             raise VerifierUnavailable("the verifier is closed")
         if self._inbox.qsize() + len(self._waiting) >= self._max_waiting:
@@ -152,7 +155,7 @@ class Verifier:
         if refusal is not None:
             future.set_result(refusal)
         else:
-            self._inbox.put(Job(window, future, time.monotonic()))
+            self._inbox.put(Job(window, future, time.monotonic(), cold=cold))
             if self._closed:  # asked after the put: either the thread's end sees the job, or this does
                 raise VerifierUnavailable("the verifier is closed")
         return future
@@ -161,9 +164,9 @@ class Verifier:
         """Blocks until all are answered."""
         return [f.result() for f in [self.submit(w) for w in windows]]
 
-    async def verify_async(self, windows: Seq[Window]) -> list[Answer]:
+    async def verify_async(self, windows: Seq[Window], cold: bool = False) -> list[Answer]:
         """Awaits all answers."""
-        return list(await asyncio.gather(*(asyncio.wrap_future(self.submit(w)) for w in windows)))
+        return list(await asyncio.gather(*(asyncio.wrap_future(self.submit(w, cold)) for w in windows)))
 
     def release(self, request_id: str) -> None:
         """The request is over: its private KV may go."""
@@ -181,13 +184,13 @@ class Verifier:
         length = len(window.tokens) + len(window.candidates)
         if not window.tokens or not 0 < window.prompt_len <= len(window.tokens):
             return Failure(window.request_id, "invalid_window", "a window needs a prompt inside its tokens")
-        if length > self._max_len:
-            text = f"{length} tokens are beyond the context of {self._max_len}"
+        if length > self.max_len:
+            text = f"{length} tokens are beyond the context of {self.max_len}"
             return Failure(window.request_id, "context_length_exceeded", text)
         if not self._store.fits(window):
             text = f"{length} tokens do not fit the verifier's KV cache (raise verifier.kv_tokens)"
             return Failure(window.request_id, "context_length_exceeded", text)
-        if not all(0 <= t < self._vocab_size for t in (*window.tokens, *window.candidates)):
+        if not all(0 <= t < self.vocab_size for t in (*window.tokens, *window.candidates)):
             return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
         return None
 
@@ -283,7 +286,7 @@ class Verifier:
                 if job.future.set_running_or_notify_cancel():
                     job.future.set_exception(VerifierUnavailable("released while its window was waiting"))
                 continue
-            sequence = self._store.admit(job.window)
+            sequence = self._store.admit(job.window, job.cold)
             if sequence is None:
                 return  # whole requests only, in order: no deadlock among half-prefilled prompts
             self._waiting.popleft()
@@ -330,7 +333,10 @@ class Verifier:
             text = "the model's logits hold NaN or no finite value for this request"
             job.future.set_result(Failure(window.request_id, "non_finite_logits", text))
             return
-        self._store.settle(sequence, len(window.tokens) + accepted)
+        if job.cold:
+            self._store.discard(sequence)
+        else:
+            self._store.settle(sequence, len(window.tokens) + accepted)
         if job.released:
             self._store.release(window.request_id)
         now = time.monotonic()

@@ -44,9 +44,11 @@ class SequenceStore:
         """Whether the window could ever be admitted."""
         return self._blocks_for(window) <= self.pool.num_blocks
 
-    def admit(self, window: Window) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
-        already there."""
+        already there: nothing, when `cold`."""
+        if cold:
+            return self._admit_cold(window)
         sequence = self._idle.pop(window.request_id, None) or self._from_cache(window)
         tokens = [*window.tokens, *window.candidates]
         # the row before the first candidate is always computed anew: its logits are what is asked for
@@ -73,6 +75,12 @@ class SequenceStore:
         sequence.blocks += fresh
         sequence.tokens, sequence.computed = tokens, valid
         return sequence
+
+    def _admit_cold(self, window: Window) -> Sequence | None:
+        needed = self._blocks_for(window)
+        if not self._make_room(needed):
+            return None
+        return Sequence(window.request_id, [*window.tokens, *window.candidates], self.pool.acquire(needed))
 
     def settle(self, sequence: Sequence, committed: int) -> None:
         """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""

@@ -14,8 +14,8 @@ import pytest
 ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
+from deployments.actors import NAMESPACE, verifier_names  # noqa: E402
 from deployments.launch import Service, absolute  # noqa: E402
-from deployments.verifier_pool import NAMESPACE, actor_names  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.models.load import sampled_identity  # noqa: E402
 from llm42.protocol import SamplingParams  # noqa: E402
@@ -67,7 +67,7 @@ async def _copies(service: Service, settings: Settings, kill: bool, **body: Any)
         asked = [asyncio.create_task(ask(client, model, PROMPT, TOKENS, **body)) for _ in range(COPIES)]
         if kill:
             await asyncio.sleep(1.0)
-            name = actor_names(settings, sampled_identity(settings.model.path))[0]
+            name = verifier_names(settings, sampled_identity(settings.model.path), 1)[0]
             ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
         answers = await asyncio.gather(*asked)
         await load

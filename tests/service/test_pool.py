@@ -8,21 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from deployments import verifier_actor, verifier_pool
+from deployments.actors import verifier_names
+from deployments.supervisor import MemberInfo, Membership
 from deployments.verifier_actor import VerifierActor, VerifierStatus
-from deployments.verifier_pool import AFFINITY_TOKENS, VerifierPool, actor_names
+from deployments.verifier_pool import AFFINITY_TOKENS, Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
 from llm42.protocol import SamplingParams, VerifierUnavailable, Window
+from llm42.verifier.core import VerifierStats
 
 
 def pool_of(*states: tuple[str, str | None]) -> VerifierPool:
     """A pool whose members have these states and fingerprints."""
     pool = VerifierPool(Settings.load({"server": {"verifiers": len(states)}}), NullMetrics())
-    for member, (state, fingerprint) in zip(pool.members, states, strict=True):
-        member.status = VerifierStatus(state, fingerprint, "because" if state == "failed" else "")  # type: ignore[arg-type]
+    for number, (state, fingerprint) in enumerate(states):
+        status = VerifierStatus(state, fingerprint, "because" if state == "failed" else "")  # type: ignore[arg-type]
+        pool.members.append(Member(f"verifier-{number}", str(number), Handle(None), status))
     return pool
 
 
@@ -31,24 +35,19 @@ def window(*tokens: int) -> Window:
 
 
 def test_names_follow_the_settings_that_matter() -> None:
-    base = Settings()
-    assert actor_names(base, "a") == actor_names(Settings.load({"engine": {"max_batch": 3}}), "a")
-    assert actor_names(base, "a") != actor_names(Settings.load({"verifier": {"threads": 2}}), "a")
-    assert actor_names(base, "a") != actor_names(base, "b"), "other model files"
-    assert len(set(actor_names(Settings.load({"server": {"verifiers": 3}}), "a"))) == 3
+    def names(tree: dict[str, Any], identity: str = "a") -> list[str]:
+        return verifier_names(Settings.load(tree), identity, 3)
 
-
-def test_only_one_fingerprint_is_used() -> None:
-    pool = pool_of(("ready", "a"), ("ready", "b"), ("ready", "a"), ("starting", None))
-    assert pool.fingerprint == "a"
-    assert [m.name for m in pool.ready] == [pool.members[0].name, pool.members[2].name]
+    assert names({}) == names({"engine": {"max_batch": 3}})
+    assert not {*names({})} & {*names({"verifier": {"threads": 2}})}
+    assert not {*names({})} & {*names({}, "b")}, "other model files"
+    assert len({*names({})}) == 3
 
 
 @pytest.mark.parametrize("states", [(), (("starting", None),), (("failed", None),)])
 async def test_without_a_ready_member_requests_are_refused_with_the_reason(states: Any) -> None:
     pool = pool_of(*states)
-    for member in pool.members:
-        member.handle = Handle(None, member.status)
+    pool._supervisor = Published(pool)
     with pytest.raises(VerifierUnavailable) as refused:
         await pool.require_ready()
     reason = {0: "switched off", 1: "because" if ("failed", None) in states else "starting"}[len(states)]
@@ -59,9 +58,9 @@ async def test_without_a_ready_member_requests_are_refused_with_the_reason(state
 async def test_a_refusal_looks_again_first() -> None:
     """A verifier that has become ready since the last look is used, not refused."""
     pool = pool_of(("starting", None))
-    pool.members[0].handle = Handle(None, VerifierStatus("ready", "a"))
+    pool._supervisor = supervisor = Published(pool, VerifierStatus("ready", "a"))
     await asyncio.gather(*(pool.require_ready() for _ in range(5)))
-    assert pool.members[0].handle.asked == 1
+    assert supervisor.asked == 1
 
 
 def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:
@@ -79,27 +78,34 @@ def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> No
 
 
 class Handle:
-    """Stands for an actor handle: verify echoes the windows or fails, status says `state`."""
+    """Stands for a verifier's handle: verify echoes the windows, or fails."""
 
-    def __init__(self, error: Exception | None, state: VerifierStatus | None = None) -> None:
-        self.verify = self.status = self
-        self.error, self.state, self.asked, self.blocked = error, state, 0, False
+    def __init__(self, error: Exception | None) -> None:
+        self.verify = self
+        self.error, self.blocked = error, False
 
-    async def remote(self, windows: list[Window] | None = None) -> Any:
+    async def remote(self, windows: list[Window]) -> Any:
         if self.error:
             raise self.error
         if self.blocked:
             await asyncio.Event().wait()
-        if windows is None:
-            self.asked += 1
-            return self.state
         return list(windows)
+
+
+class Published:
+    """Stands for a supervisor's handle: publishes the pool's own members, with `status` if given."""
+
+    def __init__(self, pool: VerifierPool, status: VerifierStatus | None = None) -> None:
+        self.membership, self._pool, self._status, self.asked = self, pool, status, 0
+
+    async def remote(self) -> Membership:
+        self.asked += 1
+        members = [MemberInfo(m.name, m.actor_id, self._status or m.status) for m in self._pool.members]
+        return Membership(tuple(members), "a")
 
 
 async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from() -> None:
     pool = pool_of(("ready", "a"), ("ready", "a"))
-    for member in pool.members:
-        member.handle = Handle(None)
     preferred = pool._choose(window(1))
     assert preferred is not None
     preferred.handle = Handle(RayActorError())
@@ -111,8 +117,6 @@ async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from
 
 async def test_a_verifier_that_keeps_failing_is_a_last_resort_although_it_says_it_is_ready() -> None:
     pool = pool_of(("ready", "a"), ("ready", "a"))
-    for member in pool.members:
-        member.handle = Handle(None)
     preferred = pool._choose(window(1))
     assert preferred is not None
     preferred.handle = Handle(VerifierUnavailable("a verifier step failed"))
@@ -147,11 +151,70 @@ async def test_the_watch_survives_a_failing_metrics_sink(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(verifier_pool, "WATCH_S", 0.01)
     pool = VerifierPool(Settings(), Broken())
-    pool.members[0].handle = handle = Handle(None, VerifierStatus("ready", "a"))
+    pool._supervisor = supervisor = Published(pool)
     pool.start()
     await asyncio.sleep(0.2)
     pool.close()
-    assert handle.asked > 2
+    assert supervisor.asked > 2
+
+
+async def test_after_a_death_the_handle_is_resolved_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle belongs to one actor; the next actor of that name needs another."""
+    pool = pool_of(("ready", "a"))
+    dead = pool.members[0].handle
+    resolved: list[str] = []
+
+    def get_actor(name: str) -> Any:
+        resolved.append(name)
+        fresh: Any = Handle(None)
+        fresh._actor_id = SimpleNamespace(hex=lambda: "new")
+        return fresh
+
+    monkeypatch.setattr(verifier_pool, "get_actor", get_actor)
+    pool._supervisor = supervisor = Published(pool)
+    await pool.refresh()
+    assert (resolved, pool.members[0].handle) == ([], dead), "the same actor: nothing to resolve"
+    renamed = MemberInfo("verifier-0", "new", VerifierStatus("ready", "a"))
+    monkeypatch.setattr(supervisor, "remote", _returns(Membership((renamed,), "a")))
+    await pool.refresh()
+    await pool.refresh()
+    assert resolved == ["verifier-0"]
+    assert pool.members[0].handle is not dead
+
+
+def _returns(value: Any) -> Any:
+    async def call() -> Any:
+        return value
+
+    return call
+
+
+async def test_a_supervisor_that_died_is_created_anew_and_its_verifiers_stay_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = pool_of(("ready", "a"))
+    created: list[int] = []
+
+    def create(*_: Any) -> Any:
+        created.append(1)
+        return Published(pool)
+
+    monkeypatch.setattr(verifier_pool, "get_or_create_supervisor", create)
+    pool._supervisor = gone = Published(pool)
+    monkeypatch.setattr(gone, "remote", _raises(ActorDiedError()))
+    await pool.refresh()
+    assert pool.ready, "what was known stays in use"
+    assert await pool.verify([window(1)]) == [window(1)]
+    await pool.refresh()
+    assert created == [1]
+    assert pool.ready
+
+
+def _raises(error: Exception) -> Any:
+    async def call() -> Any:
+        raise error
+
+    return call
 
 
 async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +224,7 @@ async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytes
         tries.append(1)
         if len(tries) < 3:
             raise OSError("the volume is not mounted yet")
-        return SimpleNamespace(fingerprint="a", alive=True)
+        return SimpleNamespace(fingerprint="a", alive=True, stats=VerifierStats)
 
     monkeypatch.setattr(verifier_actor, "RETRY_S", 0.05)
     monkeypatch.setattr(VerifierActor, "_build", build)
@@ -190,7 +253,6 @@ async def test_an_actor_refuses_model_files_that_its_replicas_did_not_start_with
 
 async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that_has_failed() -> None:
     pool = pool_of(("starting", None))
-    pool.members[0].handle = Handle(None)
     waiting = asyncio.create_task(pool.verify([window(1)]))
     await asyncio.sleep(0.05)
     assert not waiting.done()

@@ -13,9 +13,9 @@ import openai
 import pytest
 import ray
 
+from deployments.actors import NAMESPACE, verifier_names
 from deployments.launch import APP_NAME, Service
 from deployments.verifier_actor import VerifierActor
-from deployments.verifier_pool import NAMESPACE, actor_names
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
 from llm42.protocol import SamplingParams
@@ -31,7 +31,7 @@ MESSAGES: Any = [{"role": "user", "content": "Write a short poem about a cat tha
 
 def verifier_name(settings: Settings) -> str:
     """The first actor's name."""
-    return actor_names(settings, sampled_identity(settings.model.path))[0]
+    return verifier_names(settings, sampled_identity(settings.model.path), 1)[0]
 
 
 @pytest.fixture(scope="module")

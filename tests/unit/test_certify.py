@@ -242,9 +242,9 @@ class TestFingerprint:
 
     def test_the_outcome(self, certificate: Certificate) -> None:
         known = {"model": "x"}
-        full = fp.manifest(known, certificate.providers, certificate.buckets)
-        other = fp.manifest(known, {**certificate.providers, "linear": "row"}, certificate.buckets)
-        fewer = fp.manifest(known, certificate.providers, certificate.buckets[1:])
+        full = fp.manifest(known, certificate.providers, certificate.buckets, "g")
+        other = fp.manifest(known, {**certificate.providers, "linear": "row"}, certificate.buckets, "g")
+        fewer = fp.manifest(known, certificate.providers, certificate.buckets[1:], "g")
         assert len({fp.fingerprint(m) for m in (full, other, fewer)}) == 3
 
     def test_the_code_hash_sees_every_source_file(

@@ -208,22 +208,22 @@ TestPipelinedVerifier.settings = LONG
 class TrustsTheOldTokens(SequenceStore):
     """Takes a kept sequence for valid up to the window's start without comparing tokens."""
 
-    def admit(self, window: Window) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
         kept = self._idle.get(window.request_id)
         if kept is not None:
             tokens = [*window.tokens, *window.candidates]
             kept.computed = min(len(kept.blocks) * SIZE, len(tokens))
             kept.tokens = tokens[: kept.computed]
-        return super().admit(window)
+        return super().admit(window, cold)
 
 
 class WritesPublishedBlocks(SequenceStore):
     """No copy before going on inside a published block."""
 
-    def admit(self, window: Window) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
         is_published, self.pool.is_published = self.pool.is_published, lambda _: False  # type: ignore[method-assign]
         try:
-            return super().admit(window)
+            return super().admit(window, cold)
         finally:
             self.pool.is_published = is_published  # type: ignore[method-assign]
 
@@ -245,8 +245,8 @@ class KeepsHalfWrittenBlocks(SequenceStore):
 class PublishesTooEarly(SequenceStore):
     """Blocks are findable before the step that writes them."""
 
-    def admit(self, window: Window) -> Sequence | None:
-        sequence = super().admit(window)
+    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
+        sequence = super().admit(window, cold)
         if sequence is not None:
             self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, len(sequence.tokens))
         return sequence
@@ -433,7 +433,7 @@ def test_impossible_windows_are_refused_for_good(window: Window, code: str) -> N
 
 def test_a_window_beyond_the_cache_is_refused_for_good() -> None:
     verifier, _ = verifier_of()
-    verifier._max_len = 999
+    verifier.max_len = 999
     answer = verifier.submit(window_of("w", [1] * (ROOM + 1))).result(timeout=0)
     assert isinstance(answer, Failure)
     assert answer.code == "context_length_exceeded"

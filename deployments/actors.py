@@ -1,0 +1,73 @@
+"""Names and handles of the actors that are not Serve deployments: verifiers and their supervisor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import ray
+
+from deployments.verifier_actor import VerifierActor
+from kernels.linear import CUBLAS_ENVIRONMENT
+from llm42.config import Settings
+from llm42.fingerprint import code_hash
+
+NAMESPACE = "llm42"
+_DETACHED: dict[str, Any] = {
+    "namespace": NAMESPACE,
+    "lifetime": "detached",
+    "get_if_exists": True,
+    "max_restarts": -1,
+    "max_task_retries": 0,
+    "max_concurrency": 1000,
+}
+"""A named actor that outlives its creator and that Ray restarts; one that exists is adopted."""
+
+
+def pool_digest(settings: Settings, model_identity: str) -> str:
+    """Other settings of model or verifier, other model files or other code give other names, hence new
+    actors: a new release never meets the verifiers of an old one."""
+    sections = (settings.model, settings.verifier)
+    key = json.dumps([code_hash(), model_identity, *(s.model_dump(mode="json") for s in sections)])
+    return hashlib.sha256(key.encode()).hexdigest()[:10]
+
+
+def verifier_names(settings: Settings, model_identity: str, count: int) -> list[str]:
+    """Names of the pool's verifiers."""
+    digest = pool_digest(settings, model_identity)
+    return [f"verifier-{digest}-{i}" for i in range(count)]
+
+
+def supervisor_name(settings: Settings, model_identity: str) -> str:
+    """The supervisor's name; it also follows how many verifiers are wanted."""
+    server = settings.server
+    return f"supervisor-{pool_digest(settings, model_identity)}-{server.verifiers}-{server.max_verifiers}"
+
+
+def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -> Any:
+    """The named actor's handle. Blocks for a call to the cluster's control store."""
+    threads = str(settings.verifier.threads)
+    env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
+    if settings.verifier.resources:
+        options["resources"] = settings.verifier.resources
+    if settings.model.device == "cuda":
+        env |= CUBLAS_ENVIRONMENT  # read when CUDA starts: it must be there before the actor is
+        options["num_gpus"] = settings.verifier.gpus
+    actor = ray.remote(VerifierActor).options(name=name, **_DETACHED, **options)
+    return actor.remote(settings.model_dump(mode="json"), model_identity=model_identity)
+
+
+def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
+    """The supervisor's handle. Blocks like get_or_create_verifier."""
+    from deployments.supervisor import Supervisor
+
+    name = supervisor_name(settings, model_identity)
+    actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **_DETACHED)
+    return actor.remote(settings.model_dump(mode="json"), model_identity)
+
+
+def get_actor(name: str) -> Any:
+    """The handle of a named actor. Raises ValueError when there is none."""
+    return ray.get_actor(name, namespace=NAMESPACE)

@@ -1,0 +1,107 @@
+"""Who may run on a replica, who waits, who is refused: two classes with queues of their own.
+
+A free place goes to the class that uses less of its share, so neither class waits behind the other. How many
+deterministic requests run follows the verifiers: the limit falls by a part when windows wait too long for a
+verifier and rises by one per round of commits that did not (additive increase, multiplicative decrease; Chiu
+and Jain 1989). So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from llm42.protocol import Overloaded
+
+DECREASE = 0.7
+DECREASE_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class Class:
+    """One class of requests."""
+
+    share: float
+    running: int = 0
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class Admission:
+    """One per replica; belongs to its event loop."""
+
+    def __init__(
+        self,
+        places: int,
+        max_queued: int,
+        deterministic_share: float,
+        target_queue_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """places: requests that may run; max_queued: requests of one class that may wait."""
+        self.places, self.max_queued, self._target_queue_s = places, max_queued, target_queue_s
+        rest = max(1e-6, 1.0 - deterministic_share)
+        self.classes = {True: Class(deterministic_share), False: Class(rest)}
+        self.deterministic_limit = float(places)
+        self._clock, self._decreased = clock, float("-inf")
+
+    @asynccontextmanager
+    async def place(self, deterministic: bool) -> AsyncIterator[None]:
+        """A place for as long as the block lasts. Raises Overloaded when too many wait already."""
+        await self._enter(deterministic)
+        try:
+            yield
+        finally:
+            self.classes[deterministic].running -= 1
+            self._hand_out()
+
+    def observe(self, queue_s: float) -> None:
+        """A commit whose window waited `queue_s` seconds for its verifier."""
+        mine = self.classes[True]
+        if queue_s <= self._target_queue_s:
+            self.deterministic_limit += 1.0 / max(1.0, self.deterministic_limit)
+            self.deterministic_limit = min(float(self.places), self.deterministic_limit)
+            self._hand_out()
+        elif (now := self._clock()) - self._decreased >= DECREASE_EVERY_S:
+            self._decreased = now
+            self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, mine.running))
+
+    async def _enter(self, deterministic: bool) -> None:
+        mine = self.classes[deterministic]
+        if not mine.waiting and self._may_start(deterministic):
+            mine.running += 1
+            return
+        if len(mine.waiting) >= self.max_queued:
+            kind = "deterministic" if deterministic else "best-effort"
+            raise Overloaded(f"{self.max_queued} {kind} requests are waiting for this replica already.")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        mine.waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the place came just when the client left
+                mine.running -= 1
+                self._hand_out()
+            elif turn in mine.waiting:
+                mine.waiting.remove(turn)
+            raise
+
+    def _may_start(self, deterministic: bool) -> bool:
+        if sum(c.running for c in self.classes.values()) >= self.places:
+            return False
+        return not deterministic or self.classes[True].running < max(1, int(self.deterministic_limit))
+
+    def _hand_out(self) -> None:
+        """Gives free places to those that wait, the class that uses less of its share first."""
+        while True:
+            able = [d for d, c in self.classes.items() if c.waiting and self._may_start(d)]
+            if not able:
+                return
+            chosen = self.classes[min(able, key=lambda d: self.classes[d].running / self.classes[d].share)]
+            turn = chosen.waiting.popleft()
+            if not turn.done():
+                chosen.running += 1
+                turn.set_result(None)

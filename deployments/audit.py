@@ -1,0 +1,105 @@
+"""Audits: a share of the windows is computed again, from a cold cache, by another verifier, and compared bit
+by bit.
+
+A difference means that a verifier is wrong: its memory, its machine, or a kernel that is not what
+certification saw. A third verifier says which one; without a third, the known answers of each
+(llm42/verifier/golden.py) do. The odd one out is condemned. What it had committed before cannot be recalled:
+docs/determinism.md states the exposure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from llm42 import metrics as m
+from llm42.metrics import Metrics
+from llm42.protocol import Commit, Failure, Window
+
+if TYPE_CHECKING:
+    from deployments.verifier_pool import Member, VerifierPool
+
+log = logging.getLogger(__name__)
+MAX_RUNNING = 2
+"""Audits at once; while they run, windows that would be audited are not: auditing never becomes a backlog."""
+TIMEOUT_S = 60.0
+
+
+def same_answer(a: Commit | Failure, b: Commit | Failure) -> bool:
+    """Equality of what a client could see: tokens and the bits of the log-probabilities."""
+    if isinstance(a, Failure) or isinstance(b, Failure):
+        return type(a) is type(b)
+    return (a.accepted, a.next_token, a.logprobs) == (b.accepted, b.next_token, b.logprobs)
+
+
+class Auditor:
+    """One per pool; belongs to its event loop."""
+
+    def __init__(self, pool: VerifierPool, share: float, metrics: Metrics) -> None:
+        self._pool, self._share, self._metrics = pool, share, metrics
+        self._running: set[asyncio.Task[None]] = set()
+        self._random = random.Random()
+
+    def consider(
+        self, member: Member, windows: Sequence[Window], answers: Sequence[Commit | Failure]
+    ) -> None:
+        """Starts an audit of these answers, or not. Returns at once."""
+        if self._random.random() >= self._share or len(self._running) >= MAX_RUNNING:
+            return
+        task = asyncio.get_running_loop().create_task(self._guarded(member, list(windows), list(answers)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    def close(self) -> None:
+        """Ends what runs."""
+        for task in self._running:
+            task.cancel()
+
+    async def _guarded(self, member: Member, windows: list[Window], answers: list[Commit | Failure]) -> None:
+        try:
+            await asyncio.wait_for(self.audit(member, windows, answers), TIMEOUT_S)
+        except Exception as error:  # a verifier that died or is busy: no finding
+            log.info("an audit did not finish: %s: %s", type(error).__name__, error)
+
+    async def audit(self, member: Member, windows: list[Window], answers: list[Commit | Failure]) -> None:
+        """Computes the windows again, on another verifier where there is one, and acts on a difference."""
+        second = self._other(member) or member
+        repeated = await self._compute(second, windows)
+        self._metrics.inc(m.AUDITS, len(windows))
+        wrong = [i for i, (a, b) in enumerate(zip(answers, repeated, strict=True)) if not same_answer(a, b)]
+        if not wrong:
+            return
+        self._metrics.inc(m.AUDIT_MISMATCHES, len(wrong))
+        first = wrong[0]
+        log.error(
+            "audit: %s and %s differ on a window of request %s: %s against %s",
+            member.name, second.name, windows[first].request_id, answers[first], repeated[first],
+        )  # fmt: skip
+        for odd in await self._odd_ones(member, second, windows[first], answers[first], repeated[first]):
+            await self._pool.condemn(odd, "its answers differ from those of others with its fingerprint")
+
+    async def _odd_ones(
+        self, first: Member, second: Member, window: Window, a: Commit | Failure, b: Commit | Failure
+    ) -> list[Member]:
+        """Who is wrong: by a third opinion, else by the known answers; both when nobody can tell."""
+        if first is second:
+            return [first]  # its cache and its kernels disagree
+        third = self._other(first, second)
+        if third is not None:
+            (c,) = await self._compute(third, [window])
+            if same_answer(a, c) != same_answer(b, c):
+                return [second] if same_answer(a, c) else [first]
+        passed = await asyncio.gather(*(x.handle.self_test.remote() for x in (first, second)))
+        odd = [x for x, good in zip((first, second), passed, strict=True) if not good]
+        return odd or [first, second]
+
+    async def _compute(self, member: Member, windows: list[Window]) -> list[Any]:
+        answers: list[Any] = await member.handle.verify.remote(windows, cold=True)
+        return answers
+
+    def _other(self, *not_these: Member) -> Member | None:
+        able = [x for x in self._pool.ready if all(x is not y for y in not_these)]
+        return self._random.choice(able) if able else None

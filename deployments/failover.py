@@ -1,0 +1,116 @@
+"""One request over several replicas: when its replica is lost, another one goes on after what the client has.
+
+A deterministic output is a function of the request, so the continuation is the one the lost replica would
+have given, bit for bit. A best-effort one is some continuation; it is resumed only where the configuration
+says so.
+Knows nothing of Ray: an attempt is a function from a request to its deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from deployments.errors import ServiceUnavailable
+from llm42.config import ServerSettings
+from llm42.protocol import (
+    Delta,
+    FingerprintChanged,
+    Overloaded,
+    Request,
+    RequestStats,
+    VerifierUnavailable,
+)
+
+PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+"""Between attempts; the last one repeats. Serve needs a moment to take a dead replica out of its lists."""
+
+ADMISSION_TRIES = 4
+"""A request that every attempt finds full is refused after so many: Serve routes by queue lengths that may be
+out of date, so another replica may have room."""
+
+
+class ReplicaLost(ServiceUnavailable):
+    """The replica of this request is gone, or cannot be reached."""
+
+
+Attempt = Callable[[Request], AsyncGenerator[Delta, None]]
+
+
+@dataclass(slots=True)
+class Failover:
+    """The state of one request across its attempts."""
+
+    request: Request
+    settings: ServerSettings
+    sent: list[int] = field(default_factory=list)
+    fingerprint: str | None = None
+    losses: int = 0
+    refusals: int = 0
+    lost_at: float = 0.0
+
+    async def run(self, attempt: Attempt) -> AsyncGenerator[Delta, None]:
+        """The output as if nothing had happened; raises the last error when nobody can go on with it."""
+        while True:
+            try:
+                async with aclosing(attempt(self.current())) as deltas:
+                    async for delta in deltas:
+                        yield self._note(delta)
+                        if delta.finish_reason is not None:
+                            return  # whatever happens to the replica now, the client has everything
+                raise ReplicaLost("The replica ended this request's stream too early.")
+            except ReplicaLost as error:
+                self._lost(error)
+            except (Overloaded, VerifierUnavailable) as error:
+                self._refused(error)
+            await asyncio.sleep(PAUSES_S[min(self.losses + self.refusals, len(PAUSES_S)) - 1])
+
+    def current(self) -> Request:
+        """What the next attempt is asked: the rest of the output, under an id of its own."""
+        if not self.losses and not self.refusals:
+            return self.request
+        return replace(
+            self.request,
+            request_id=f"{self.request.request_id}~{self.losses + self.refusals}",
+            output=tuple(self.sent),
+            fingerprint=self.fingerprint,
+        )
+
+    def _note(self, delta: Delta) -> Delta:
+        self.sent += delta.token_ids
+        self.fingerprint = delta.fingerprint or self.fingerprint
+        self.lost_at, self.refusals = 0.0, 0
+        if delta.stats is None or not self.losses:
+            return delta
+        return replace(delta, stats=_with_failovers(delta.stats, self.losses, len(self.sent)))
+
+    def _lost(self, error: Exception) -> None:
+        """Raises the error unless the request may go on elsewhere."""
+        now = time.monotonic()
+        self.lost_at = self.lost_at or now
+        resumable = self.request.deterministic or self.settings.resume_best_effort or not self.sent
+        if not resumable or now - self.lost_at > self.settings.failover_s:
+            raise error
+        self.losses += 1
+
+    def _refused(self, error: Exception) -> None:
+        """A refusal before the first token is the client's answer; a stream that has begun waits for room."""
+        self.refusals += 1
+        now = time.monotonic()
+        if isinstance(error, FingerprintChanged):
+            raise error  # waiting does not bring the old verifiers back
+        if self.losses and self.sent:
+            self.lost_at = self.lost_at or now
+            if now - self.lost_at <= self.settings.failover_s:
+                return
+        elif isinstance(error, Overloaded) and not self.sent and self.refusals < ADMISSION_TRIES:
+            return
+        raise error
+
+
+def _with_failovers(stats: RequestStats, losses: int, tokens: int) -> RequestStats:
+    """The last replica counted its own share only; the tokens are all of them."""
+    return replace(stats, failovers=losses, verified_tokens=tokens)

@@ -1,0 +1,58 @@
+"""Which fast-path replica a request goes to: one that has probably cached its prompt's beginning, unless it
+is busy.
+
+A request router on Serve's public extension point (`ray.serve.request_router`); Serve still asks the chosen
+replicas for their queue lengths and takes the shortest within a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+
+from llm42.protocol import Request
+
+AFFINITY_TOKENS = 64
+"""Requests that share this many first tokens prefer the same replica."""
+SPILL = 4
+"""The preferred replica is passed over when it holds this many requests more than twice the idlest one's."""
+
+
+def preferred(prefix: tuple[int, ...], names: list[str]) -> str:
+    """Rendezvous hashing: the same for every router, and stable while other names come and go."""
+    key = repr(prefix).encode()
+    return max(names, key=lambda name: hashlib.blake2b(key, key=name.encode()[:64]).digest())
+
+
+def ranks(prefix: tuple[int, ...], held: dict[str, int]) -> list[list[str]]:
+    """Names in order of preference, from the requests that each is thought to hold."""
+    names = list(held)
+    first = preferred(prefix, names)
+    others = [name for name in names if name != first]
+    if not others:
+        return [[first]]
+    if held[first] > 2 * min(held.values()) + SPILL:
+        return [others, [first]]
+    return [[first], others]
+
+
+class PrefixRouter(FIFOMixin, RequestRouter):
+    """Ranks replicas by prefix affinity and load; without a request at hand, by load alone."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Serve's hook: ranked lists of replicas to try."""
+        if not candidate_replicas:
+            return []
+        by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
+        request = pending_request.args[0] if pending_request and pending_request.args else None
+        if not isinstance(request, Request):
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        held = {name: self._held(replica) for name, replica in by_name.items()}
+        return [[by_name[n] for n in rank] for rank in ranks(request.prompt[:AFFINITY_TOKENS], held) if rank]
+
+    def _held(self, replica: RunningReplica) -> int:
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0

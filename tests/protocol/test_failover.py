@@ -1,0 +1,198 @@
+"""A replica is lost in the middle of an output: another one goes on, and the client cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.errors import ServiceUnavailable
+from deployments.failover import Failover, ReplicaLost
+from llm42.config import ServerSettings
+from llm42.driver import Generator
+from llm42.protocol import (
+    Delta,
+    FingerprintChanged,
+    FinishReason,
+    Overloaded,
+    Request,
+    SamplingParams,
+    VerifierUnavailable,
+)
+from tests.support import PENALISED, SAMPLED, Answer, Lab, differences, request_of
+
+SERVER = ServerSettings(failover_s=20.0)
+KINDS = {"greedy": SamplingParams(), "sampled": SAMPLED, "penalised": PENALISED}
+
+
+async def survive(
+    generators: list[Generator],
+    request: Request,
+    after: int,
+    forget: bool = False,
+    server: ServerSettings = SERVER,
+) -> tuple[Answer, Failover]:
+    """Loses the replica `after` deltas into each attempt but the last; `forget` resumes from nothing."""
+    attempts = 0
+
+    async def attempt(asked: Request) -> AsyncGenerator[Delta, None]:
+        nonlocal attempts
+        generator, last = generators[attempts % len(generators)], attempts + 1 >= len(generators)
+        attempts += 1
+        count = 0
+        source = generator.generate(replace(asked, output=()) if forget else asked)
+        async with aclosing(source) as deltas:
+            async for delta in deltas:
+                if count == after and not last:
+                    raise ReplicaLost("killed")
+                count += 1
+                yield delta
+
+    state = Failover(request, server)
+    tokens: list[int] = []
+    logprobs: list[Any] = []
+    text, finish, stats = "", None, None
+    async for delta in state.run(attempt):
+        tokens += delta.token_ids
+        logprobs += delta.logprobs
+        text += delta.text
+        finish, stats = delta.finish_reason, delta.stats or stats
+    assert stats is not None or not request.deterministic
+    return Answer(tuple(tokens), tuple(logprobs), text, finish, *([stats] if stats else [])), state
+
+
+def replicas(lab: Lab, count: int) -> list[Generator]:
+    """Generators with engines of their own over one verifier."""
+    verifier = lab.verifier().start()
+    return [lab.generator(lab.engine(), verifier, max_window=7, start_window=7) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_another_replica_goes_on_without_repeat_or_gap(lab: Lab, kind: str, after: int) -> None:
+    request = request_of(f"f-{kind}", 5, max_tokens=60, sampling=KINDS[kind], num_logprobs=2)
+    answer, state = asyncio.run(survive(replicas(lab, 3), request, after))
+    assert differences(answer, lab.oracle(request)) == []
+    assert state.losses == answer.stats.failovers == 2
+    assert answer.stats.verified_tokens == len(answer.tokens)
+
+
+def test_the_check_sees_a_replica_that_starts_again(lab: Lab) -> None:
+    """Negative control: without the output so far, the client gets its beginning twice."""
+    request = request_of("f-again", 5, max_tokens=60)
+    answer, _ = asyncio.run(survive(replicas(lab, 2), request, 3, forget=True))
+    assert differences(answer, lab.oracle(request))
+
+
+def test_a_stop_string_that_began_before_the_loss_is_found(lab: Lab) -> None:
+    plain = request_of("f-stop", 9, max_tokens=60)
+    whole = lab.oracle(plain)
+    for cut in range(8, 40, 4):
+        text = lab.tokenizer.decode(whole.tokens[:cut])
+        stop = text[-3:]
+        if "\ufffd" in stop or len(stop) < 3 or text.find(stop) != len(text) - 3:
+            continue
+        request = replace(plain, request_id=f"f-stop-{cut}", stop=(stop,))
+        answer, state = asyncio.run(survive(replicas(lab, 2), request, 1))
+        assert differences(answer, lab.oracle(request)) == []
+        assert answer.finish is FinishReason.STOP
+        assert state.losses <= 1
+        return
+    pytest.fail("no stop string was found in the oracle's text")
+
+
+def test_best_effort_ends_with_an_error_unless_it_may_go_on(lab: Lab) -> None:
+    request = replace(request_of("f-best", 5, max_tokens=40), deterministic=False)
+    with pytest.raises(ServiceUnavailable):
+        asyncio.run(survive(replicas(lab, 2), request, 2))
+    resuming = SERVER.model_copy(update={"resume_best_effort": True})
+    answer, state = asyncio.run(survive(replicas(lab, 2), request, 2, server=resuming))
+    assert (len(answer.tokens), answer.finish, state.losses) == (40, FinishReason.LENGTH, 1)
+    started = asyncio.run(survive(replicas(lab, 2), request, 0))[0]
+    assert len(started.tokens) == 40, "before the first token it is simply sent again"
+
+
+Script = Callable[[Request], AsyncGenerator[Delta, None]]
+
+
+async def run(state: Failover, script: Script) -> list[Delta]:
+    return [delta async for delta in state.run(script)]
+
+
+def tokens(*ids: int, last: bool = False, fingerprint: str | None = "a") -> Delta:
+    return Delta(ids, "", finish_reason=FinishReason.LENGTH if last else None, fingerprint=fingerprint)
+
+
+async def test_what_is_asked_of_the_next_replica(lab: Lab) -> None:
+    asked: list[Request] = []
+
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        asked.append(request)
+        if len(asked) == 1:
+            yield tokens(1, 2)
+            raise ReplicaLost("killed")
+        if len(asked) == 2:
+            raise Overloaded("full")
+        yield tokens(3, last=True)
+        raise ReplicaLost("killed after the end: nobody minds")
+
+    found = await run(Failover(request_of("q", 1), SERVER), script)
+    assert [d.token_ids for d in found] == [(1, 2), (3,)]
+    assert [(r.output, r.fingerprint) for r in asked] == [((), None), ((1, 2), "a"), ((1, 2), "a")]
+    assert len({r.request_id for r in asked}) == 3
+
+
+@pytest.mark.parametrize("error", [VerifierUnavailable("none"), FingerprintChanged("other")])
+async def test_no_verifier_is_an_error_before_the_first_token(error: VerifierUnavailable) -> None:
+    tries: list[int] = []
+
+    async def script(_: Request) -> AsyncGenerator[Delta, None]:
+        tries.append(1)
+        raise error
+        yield tokens(1)
+
+    with pytest.raises(type(error)):
+        await run(Failover(request_of("q", 1), SERVER), script)
+    assert len(tries) == 1
+
+
+async def test_another_fingerprint_does_not_go_on() -> None:
+    asked: list[Request] = []
+
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        asked.append(request)
+        if len(asked) == 1:
+            yield tokens(1)
+            raise ReplicaLost("killed")
+        raise FingerprintChanged("other verifiers")
+
+    with pytest.raises(FingerprintChanged):
+        await run(Failover(request_of("q", 1), SERVER), script)
+    assert len(asked) == 2
+
+
+async def test_the_wait_for_another_replica_is_bounded() -> None:
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        if not request.output:
+            yield tokens(1)
+        raise ReplicaLost("killed")
+
+    with pytest.raises(ServiceUnavailable):
+        await run(Failover(request_of("q", 1), ServerSettings(failover_s=0.3)), script)
+
+
+def test_the_other_replicas_verifier_must_have_the_same_fingerprint(lab: Lab) -> None:
+    request = replace(request_of("f-other", 5), output=lab.oracle(request_of("f-other", 5)).tokens[:4])
+    (generator,) = replicas(lab, 1)
+
+    async def first(asked: Request) -> Delta:
+        async with aclosing(generator.generate(asked)) as deltas:
+            return await anext(deltas)
+
+    with pytest.raises(FingerprintChanged):
+        asyncio.run(first(replace(request, fingerprint="another")))
+    assert asyncio.run(first(replace(request, fingerprint="tiny"))).token_ids

@@ -1,0 +1,189 @@
+"""Admission by class, the scaling of verifiers, the ranking of replicas: the rules, without Ray processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from deployments.admission import Admission
+from deployments.router import SPILL, preferred, ranks
+from deployments.scaling import LOOKS_UP, SETTLE_S, Scaler
+from llm42.protocol import Overloaded
+
+
+class Clock:
+    """Seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(places: int = 4, queued: int = 8, share: float = 0.5, clock: Any = None) -> Admission:
+    return Admission(places, queued, share, 0.5, clock or Clock())
+
+
+async def hold(made: Admission, deterministic: bool, log: list[str], name: str, until: asyncio.Event) -> None:
+    async with made.place(deterministic):
+        log.append(name)
+        await until.wait()
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_neither_class_waits_behind_the_other() -> None:
+    made, log, gates = admission(places=2), list[str](), [asyncio.Event() for _ in range(12)]
+    tasks = [asyncio.create_task(hold(made, False, log, f"b{i}", gates[i])) for i in range(6)]
+    await settled()
+    tasks += [asyncio.create_task(hold(made, True, log, f"d{i}", gates[6 + i])) for i in range(6)]
+    await settled()
+    assert log == ["b0", "b1"]
+    gates[0].set()
+    await settled()
+    assert log[2:] == ["d0"], "the first free place goes to the class that has none"
+    gates[1].set()
+    await settled()
+    assert log[3:] == ["b2"]
+    for gate in gates:
+        gate.set()
+    await asyncio.gather(*tasks)
+    assert sorted(log) == sorted([f"b{i}" for i in range(6)] + [f"d{i}" for i in range(6)])
+    assert [n for n in log if n[0] == "d"] == [f"d{i}" for i in range(6)], "in order within a class"
+    assert all(c.running == 0 and not c.waiting for c in made.classes.values())
+
+
+async def test_unused_places_are_lent() -> None:
+    made = admission(places=4, share=0.25)
+    async with AsyncExitStack() as stack:
+        for _ in range(4):
+            await asyncio.wait_for(stack.enter_async_context(made.place(True)), 1)
+    assert made.classes[True].running == 0
+
+
+async def test_each_class_has_a_bound_of_its_own() -> None:
+    made, gate, log = admission(places=1, queued=3), asyncio.Event(), list[str]()
+    tasks = [asyncio.create_task(hold(made, True, log, str(i), gate)) for i in range(4)]
+    await settled()
+    with pytest.raises(Overloaded, match="deterministic"):
+        await made._enter(True)
+    tasks.append(asyncio.create_task(hold(made, False, log, "b", gate)))
+    await settled()
+    assert len(made.classes[False].waiting) == 1, "the other class still has room"
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert len(log) == 5
+
+
+async def test_clients_that_leave_while_they_wait_leave_nothing_behind() -> None:
+    """Random arrivals, departures and cancellations: all counters come back to zero, nobody is forgotten."""
+    rng = random.Random(1)
+    made, log, gate = admission(places=3, queued=50), list[str](), asyncio.Event()
+    tasks = [asyncio.create_task(hold(made, rng.random() < 0.5, log, str(i), gate)) for i in range(60)]
+    for task in rng.sample(tasks, 30):
+        await settled()
+        task.cancel()
+    gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(r is None for r in results) >= 30
+    assert all(c.running == 0 and not c.waiting for c in made.classes.values())
+
+
+async def test_no_more_deterministic_work_is_admitted_than_the_verifiers_sustain() -> None:
+    """A verifier that serves four streams in time: the limit settles around four, and comes back later."""
+    clock = Clock()
+    made = admission(places=64, queued=500, clock=clock)
+    gate, log = asyncio.Event(), list[str]()
+    tasks = [asyncio.create_task(hold(made, True, log, str(i), gate)) for i in range(200)]
+    await settled()
+    assert made.classes[True].running == 64
+    made.classes[True].running = 64
+    limits = []
+    for _ in range(400):
+        clock.now += 0.25
+        running = min(64, int(made.deterministic_limit))
+        made.classes[True].running = running
+        made.observe(0.1 if running <= 4 else 1.0)
+        limits.append(made.deterministic_limit)
+    assert 2 <= sum(limits[200:]) / 200 <= 6
+    for _ in range(6000):
+        made.observe(0.1)
+    assert made.deterministic_limit == 64
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_best_effort_does_not_wait_for_verifiers() -> None:
+    made = admission(places=8)
+    made.deterministic_limit = 1.0
+    async with AsyncExitStack() as stack:
+        for _ in range(8):
+            await asyncio.wait_for(stack.enter_async_context(made.place(False)), 1)
+
+
+def scaler(**changes: Any) -> Scaler:
+    return Scaler(**({"least": 1, "most": 3, "target_queue_s": 0.5, "scale_down_s": 60.0} | changes))
+
+
+def test_long_queues_add_verifiers_one_after_the_other() -> None:
+    made, now, counts = scaler(), 0.0, []
+    for _ in range(100):
+        now += 1.0
+        counts.append(made.look(now, 2.0, True, made.wanted))
+    assert counts[: LOOKS_UP - 1] == [1] * (LOOKS_UP - 1)
+    assert counts[-1] == 3
+    changes = [i for i in range(1, 100) if counts[i] != counts[i - 1]]
+    assert len(changes) == 2
+    assert changes[1] - changes[0] >= SETTLE_S
+
+
+def test_one_burst_is_no_reason_and_a_starting_verifier_is_waited_for() -> None:
+    made = scaler()
+    for now in range(50):
+        made.look(float(now), 2.0 if now % LOOKS_UP else 0.0, True, 1)
+    assert made.wanted == 1
+    made = scaler()
+    for now in range(200):
+        made.look(float(now), 2.0, True, 1)  # the second one never becomes ready
+    assert made.wanted == 2
+
+
+def test_a_quiet_time_takes_them_away_again() -> None:
+    made, now = scaler(), 0.0
+    while made.wanted < 3:
+        now += 1.0
+        made.look(now, 2.0, True, made.wanted)
+    quiet = now
+    while made.wanted > 1:
+        now += 1.0
+        made.look(now, 0.0, False, made.wanted)
+        assert now < quiet + 500
+    assert now - quiet >= 2 * 60.0
+    for _ in range(200):
+        now += 1.0
+        assert made.look(now, 0.0, False, 1) == 1
+    fixed = scaler(most=0)
+    assert all(fixed.look(float(t), 9.0, True, 1) == 1 for t in range(100))
+
+
+def test_requests_with_a_common_prefix_share_a_replica_until_it_is_busy() -> None:
+    names = [f"replica-{i}" for i in range(4)]
+    prefix = tuple(range(64))
+    first = preferred(prefix, names)
+    assert preferred(prefix, [*names, "another"]) in (first, "another"), "few prefixes move when one is added"
+    idle = dict.fromkeys(names, 0)
+    assert ranks(prefix, idle)[0] == [first]
+    assert ranks(prefix, idle | {first: SPILL})[0] == [first]
+    assert ranks(prefix, idle | {first: SPILL + 1})[0] != [first]
+    assert ranks(prefix, {"only": 99}) == [["only"]]
+    spread = {preferred((i,), names) for i in range(100)}
+    assert spread == set(names)
