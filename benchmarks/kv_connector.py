@@ -65,7 +65,6 @@ class VerifierKV(KVConnectorBase_V1, SupportsHMA):
         self._trace = Path(trace) if trace else None
         self._pending: dict[str, Load] = {}
         self._names: list[str] = []
-        self._caches: dict[str, Tensor] = {}
         self._pools: dict[str, tuple[Tensor, Tensor]] = {}
         self._failed: set[int] = set()
 
@@ -93,11 +92,10 @@ class VerifierKV(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         """The loads of the step that was just planned."""
         loads, self._pending = list(self._pending.values()), {}
-        cached = scheduler_output.scheduled_cached_reqs
         self._note(
             scheduled=dict(scheduler_output.num_scheduled_tokens),
             loaded={load.request_id: load.end - load.begin for load in loads},
-            resumed=sorted(cached.resumed_req_ids),
+            preempted=len(scheduler_output.preempted_req_ids or ()),
         )
         return Loads(loads)
 
@@ -110,8 +108,7 @@ class VerifierKV(KVConnectorBase_V1, SupportsHMA):
     # ---- in the worker
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Keeps vLLM's caches by layer, in the order of the layers."""
-        self._caches = kv_caches
+        """Keeps the layers' names, in the order of the layers."""
         self._names = sorted(kv_caches, key=lambda name: next(int(p) for p in name.split(".") if p.isdigit()))
         first = kv_caches[self._names[0]]
         impl = self._layers[self._names[0]].impl
@@ -155,13 +152,13 @@ class VerifierKV(KVConnectorBase_V1, SupportsHMA):
         keys, values = self._pool(load.pool)
         source = slots_of(load.source, load.begin, load.end, keys.shape[2])
         target = slots_of(load.target, load.begin, load.end, self._block_size)
-        device = self._caches[self._names[0]].device
+        device = self._layers[self._names[0]].kv_cache.device
         source, target = source.to(keys.device, non_blocking=True), target.to(device, non_blocking=True)
         for index, name in enumerate(self._names):
             layer = self._layers[name]
             k, v = (pool[index].flatten(0, 1)[source].to(device) for pool in (keys, values))
             # the backend's own write: whatever layout, packing or quantisation it keeps its cache in
-            layer.impl.do_kv_cache_update(layer, k, v, self._caches[name], target)
+            layer.impl.do_kv_cache_update(layer, k, v, layer.kv_cache, target)
 
     def _pool(self, description: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         name = description["name"]

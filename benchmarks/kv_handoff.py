@@ -2,7 +2,8 @@
 
 python -m benchmarks.kv_handoff PART --model MODEL [--device cuda] [--dtype bfloat16] [--out FILE]
 
-MODEL: a GGUF file or a Hugging Face directory. The verifier runs in this process, vLLM's engine in another,
+MODEL: a GGUF file, a Hugging Face directory, or random-8b (for `cost`: both sides have random weights of
+their own). The verifier runs in this process, vLLM's engine in another,
 which reads the verifier's cache in place (kv_pool.py). Exits with 1 when a check fails.
 
   hand    outputs after a hand-over, prompt tokens computed, controls (wrong KV, requests without a handle,
@@ -18,6 +19,7 @@ part after a while; then the log-probability of the first token must agree withi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -28,15 +30,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source
+from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source, from_files, random_8b
 from kernels.linear import CUBLAS_ENVIRONMENT
-from llm42.models.load import load_model
 from llm42.threads import set_threads
 
+RANDOM_8B = "random-8b"
 LENGTHS = (5, 64, 150, 257, 400)
 OUTPUT = 32
 BF16_LOGPROB = 0.15
-MAX_LEN = 1024
+MIN_CONTEXT = 1024
 ENVIRONMENT = CUBLAS_ENVIRONMENT | {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -51,19 +53,28 @@ class Proof:
 
     def __init__(self, options: argparse.Namespace, connector: bool = True, **engine: Any) -> None:
         self.exact = options.dtype == "float32"
-        model = load_model(options.model, options.dtype, options.device, MAX_LEN)
-        self.source = Source(model, MAX_LEN, 16384)
-        self.prompts = [self.source.prefill(p) for p in prompts(options.model)]
+        max_len = max(MIN_CONTEXT, options.length + 64)
+        if options.model == RANDOM_8B:
+            model, directory, stream = random_8b()
+            engine |= {"load_format": "dummy"}
+        else:
+            model, directory, stream = from_files(options.model, options.dtype, options.device, max_len)
+        self.stream = stream
+        self.source = Source(model, max_len, 16384)
+        self.prompts = [
+            self.source.prefill(stream[11 * i : 11 * i + length]) for i, length in enumerate(LENGTHS)
+        ]
         handle, trace = tempfile.mkstemp(suffix=".jsonl")
         os.close(handle)
         self.trace = Path(trace)
         if options.device == "cuda":
             engine = {"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5} | engine
         self.engine = Engine(
-            directory_of(options), self.trace if connector else None, dtype=options.dtype,
-            max_model_len=MAX_LEN, **(options.engine | engine),
+            directory, self.trace if connector else None, dtype=options.dtype,
+            max_model_len=max_len, **(options.engine | engine),
         )  # fmt: skip
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {"engine": self.engine.facts}
+        print("    ", self.engine.facts, flush=True)
         self.failed: list[str] = []
 
     def check(self, name: str, holds: bool) -> None:
@@ -91,24 +102,6 @@ class Proof:
         if out is not None:
             out.write_text(text + "\n")
         sys.exit(1 if self.failed else 0)
-
-
-def prompts(model: str) -> list[list[int]]:
-    """Text of the demo's questions, cut to LENGTHS."""
-    from llm42.demo import PROMPTS
-    from llm42.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(model)
-    stream = tokenizer.encode("\n".join(PROMPTS * 12))
-    return [stream[11 * i : 11 * i + length] for i, length in enumerate(LENGTHS)]
-
-
-def directory_of(options: argparse.Namespace) -> str:
-    """What vLLM loads."""
-    from llm42.models.export import export_model
-
-    place = Path(options.model)
-    return str(place if place.is_dir() else export_model(place, options.dtype, ".cache/exports"))
 
 
 def agreement(a: list[int], b: list[int]) -> int:
@@ -188,22 +181,27 @@ def _mixed(proof: Proof, reference: dict[str, Got]) -> None:
 
 
 def _wrong(proof: Proof, reference: dict[str, Got]) -> None:
-    """Control: KV of shuffled blocks changes the output; and who else reads it."""
-    engine, p = proof.engine, proof.prompts[-1]
-    shuffled = p.handle | {"blocks": list(reversed(p.handle["blocks"]))}
+    """Controls: KV in the wrong order or of another text changes the output; and who else reads it."""
+    engine, p, other = proof.engine, proof.prompts[-1], proof.source.prefill(proof.prompts[-1].prompt[::-1])
     key, runs = str(len(p.prompt)), {}
-    for salt in ("wrong", None):
-        for handle in (shuffled, None):
-            name = f"{'salted' if salt else 'unsalted'}, {'shuffled KV' if handle else 'then no handle'}"
-            # the request without a handle has no salt: it is somebody else's
+    wrong = {"shuffled": p.handle | {"blocks": p.handle["blocks"][::-1]}, "other text": other.handle}
+    for kind, salt in itertools.product(wrong, ("salt", None)):
+        for handle in (wrong[kind], None):
+            name = f"{kind}, {salt or 'no salt'}, {'handle' if handle else 'somebody else'}"
             got = engine.run([Ask(name, p.prompt, OUTPUT, handle, salt if handle else None)])[name]
-            runs[name] = agreement(got.tokens, reference[key].tokens)
-            print("    ", name, runs[name], "of", OUTPUT, "tokens;", got.computed, "computed", flush=True)
+            gap = abs(got.logprobs[0] - reference[key].logprobs[0])
+            agree = agreement(got.tokens, reference[key].tokens)
+            runs[name] = {"agree": agree, "first_logprob_gap": gap, "computed": got.computed}
+            print("    ", name, runs[name], flush=True)
         engine.forget()
-    proof.facts["shuffled"] = runs
-    proof.check("shuffled KV changes the output", runs["salted, shuffled KV"] < OUTPUT)
-    proof.check("a salt keeps it from others", runs["salted, then no handle"] == OUTPUT)
-    proof.check("without a salt others read it (known)", runs["unsalted, then no handle"] < OUTPUT)
+    proof.facts["wrong"] = runs
+    for kind in wrong:
+        with_salt, without = runs[f"{kind}, salt, handle"], runs[f"{kind}, no salt, somebody else"]
+        seen = with_salt["agree"] < OUTPUT or with_salt["first_logprob_gap"] > BF16_LOGPROB
+        proof.check(f"{kind}: the output shows it", seen)
+        clean = runs[f"{kind}, salt, somebody else"]
+        proof.check(f"{kind}: a salt keeps it from others", clean["computed"] == len(p.prompt))
+        proof.check(f"{kind}: without one others read it (known)", without["computed"] < len(p.prompt))
 
 
 def _gone(proof: Proof, reference: dict[str, Got]) -> None:
@@ -249,24 +247,23 @@ def preempt(options: argparse.Namespace) -> None:
     engine = proof.engine
     reference = one_by_one(engine, plain(proof.prompts, "reference", length))
     got = engine.run(handed(proof.prompts, "tight", length))
-    resumed = sum(len(note.get("resumed", [])) for note in engine.notes())
-    proof.facts["resumed"] = resumed
-    proof.check(f"requests were preempted: {resumed} resumed", resumed > 0)
+    preempted = sum(note.get("preempted", 0) for note in engine.notes())
+    proof.facts["preempted"] = preempted
+    proof.check(f"requests were preempted: {preempted} times", preempted > 0)
     proof.same("after preemption", got, reference)
     proof.finish(options.out)
 
 
 def cost(options: argparse.Namespace) -> None:
-    """One prompt of 900 tokens, alone."""
+    """Prompts of --length tokens, one after another."""
     proof = Proof(options)
     engine, times = proof.engine, {"plain": [], "handed": []}
-    stream = [t for p in proof.prompts for t in p.prompt] * 2
-    for i in range(6):
-        p = proof.source.prefill([stream[i + 1], *stream[:899]])
+    for i in range(8):
+        p = proof.source.prefill(proof.stream[i : i + options.length])
         for name, handle in (("plain", None), ("handed", p.handle)):
             ask = Ask(name, p.prompt, 1, handle, f"cost {i} {name}")
             times[name].append(engine.run([ask])[name].seconds)
-    loads = [note for note in engine.notes() if note.get("tokens") == 899][1:]
+    loads = [note for note in engine.notes() if note.get("tokens") == options.length - 1][1:]
     for name, values in times.items():
         proof.facts[f"first token, {name}, ms"] = statistics.median(values[1:]) * 1e3
     for kind in ("queued", "done"):
@@ -286,6 +283,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--blocks", type=int, default=14)
+    parser.add_argument("--length", type=int, default=960, help="prompt length of `cost`")
     parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vLLM's LLM, JSON")
     options = parser.parse_args()
     os.environ |= ENVIRONMENT

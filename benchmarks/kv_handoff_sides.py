@@ -5,20 +5,51 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.kv_pool import describe, remove
 from llm42.cache import BlockPool, KVCache
+from llm42.models.export import config_json, export_model
+from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
+from llm42.tokenizer import Tokenizer
 from llm42.verifier.core import Verifier
 
 BUCKETS = {"cpu": (8, 64, 128), "cuda": (64, 512)}
 BLOCK = {"cpu": 16, "cuda": 64}
+TEXTS = [Path(__file__).parents[1] / "docs" / name for name in ("determinism.md", "sampling.md")]
+
+
+Model = tuple[LoadedModel, str, list[int]]
+"""The verifier's model, the directory that vLLM loads, and token ids to cut prompts from."""
+
+
+def from_files(path: str, dtype: str, device: str, max_len: int) -> Model:
+    """A GGUF file or a Hugging Face directory, and this project's documentation as text."""
+    place = Path(path)
+    directory = place if place.is_dir() else export_model(place, dtype, ".cache/exports")
+    stream = Tokenizer.load(path).encode("\n".join(f.read_text() for f in TEXTS))
+    return load_model(path, dtype, device, max_len), str(directory), stream
+
+
+def random_8b() -> Model:
+    """Random weights in the shape of an 8B model, on the GPU; vLLM's weights are other ones (load_format
+    dummy)."""
+    from benchmarks.random_model import LLAMA_8B, random_model
+
+    directory = tempfile.mkdtemp()
+    (Path(directory) / "config.json").write_text(json.dumps(config_json(LLAMA_8B, "bfloat16")))
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randint(0, LLAMA_8B.vocab_size, (4096,), generator=generator).tolist()
+    return random_model(LLAMA_8B), directory, stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +142,14 @@ class Engine:
         }  # fmt: skip
         self._llm = LLM(**(arguments | connector | options))
         self._trace, self._ids = trace, itertools.count()
+        config = self._llm.llm_engine.vllm_config
+        self.facts = {
+            "model_runner": "V2" if config.use_v2_model_runner else "V1",
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "block_size": config.cache_config.block_size,
+            "hybrid_kv_cache_manager": not config.scheduler_config.disable_hybrid_kv_cache_manager,
+        }
 
     def run(self, asks: Sequence[Ask], abort_after: int | None = None) -> dict[str, Got]:
         """All at once. abort_after: every request is aborted when it has that many tokens."""
