@@ -25,12 +25,14 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source, from_files, random_8b
+from benchmarks.report import Figure, report
 from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.threads import set_threads
 
@@ -55,15 +57,13 @@ class Proof:
         self.exact = options.dtype == "float32"
         max_len = max(MIN_CONTEXT, options.length + 64)
         if options.model == RANDOM_8B:
-            model, directory, stream = random_8b()
+            model, directory, self.stream = random_8b()
             engine |= {"load_format": "dummy"}
         else:
-            model, directory, stream = from_files(options.model, options.dtype, options.device, max_len)
-        self.stream = stream
+            model, directory, self.stream = from_files(options.model, options.dtype, options.device, max_len)
         self.source = Source(model, max_len, 16384)
-        self.prompts = [
-            self.source.prefill(stream[11 * i : 11 * i + length]) for i, length in enumerate(LENGTHS)
-        ]
+        cuts = [self.stream[11 * i : 11 * i + length] for i, length in enumerate(LENGTHS)]
+        self.prompts = [self.source.prefill(tokens) for tokens in cuts]
         handle, trace = tempfile.mkstemp(suffix=".jsonl")
         os.close(handle)
         self.trace = Path(trace)
@@ -93,14 +93,17 @@ class Proof:
             holds = got.tokens == wanted.tokens if self.exact else gap < BF16_LOGPROB
             self.check(f"{name} {key}: {agree} of {len(wanted.tokens)} tokens, gap {gap:.1e}", holds)
 
-    def finish(self, out: Path | None) -> None:
+    def finish(self, options: argparse.Namespace, figures: dict[str, Figure] | None = None) -> None:
         """Writes what was found; ends everything."""
         self.engine.close()
         self.source.close()
         self.trace.unlink()
-        text = json.dumps({"failed": self.failed, **self.facts}, indent=1)
-        if out is not None:
-            out.write_text(text + "\n")
+        raw = {"failed": self.failed, **self.facts}
+        if options.out is not None:
+            options.out.write_text(json.dumps(raw, indent=1) + "\n")
+        if options.report is not None:
+            failed = {"failed_checks": Figure(len(self.failed), "checks", 0)}
+            print(report(options.report, failed | (figures or {}), raw))
         sys.exit(1 if self.failed else 0)
 
 
@@ -109,14 +112,14 @@ def agreement(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def plain(prompts: list[Prefilled], salt: str | None, length: int = OUTPUT) -> list[Ask]:
-    """Best-effort requests for the prompts."""
-    return [Ask(str(len(p.prompt)), p.prompt, length, None, salt) for p in prompts]
-
-
 def handed(prompts: list[Prefilled], salt: str | None, length: int = OUTPUT) -> list[Ask]:
-    """The same with handles."""
+    """Requests with handles, named by the length of their prompts."""
     return [Ask(str(len(p.prompt)), p.prompt, length, p.handle, salt) for p in prompts]
+
+
+def plain(prompts: list[Prefilled], salt: str | None, length: int = OUTPUT) -> list[Ask]:
+    """The same without: best-effort requests."""
+    return [replace(ask, handle=None) for ask in handed(prompts, salt, length)]
 
 
 def one_by_one(engine: Engine, asks: list[Ask]) -> dict[str, Got]:
@@ -147,7 +150,7 @@ def hand(options: argparse.Namespace) -> None:
     _wrong(proof, reference)
     _gone(proof, reference)
     _abort(proof, reference)
-    proof.finish(options.out)
+    proof.finish(options)
 
 
 def _with_first_token(proof: Proof, reference: dict[str, Got]) -> None:
@@ -208,9 +211,7 @@ def _gone(proof: Proof, reference: dict[str, Got]) -> None:
     """A pool that cannot be opened: vLLM computes the prompt itself."""
     missing: Any = {"name": "gone", "shape": [1, 1, 1, 1, 1], "dtype": "float32"}
     missing |= {"keys": "/dev/shm/llm42-gone", "values": "/dev/shm/llm42-gone"}
-    asks = [
-        Ask(str(len(p.prompt)), p.prompt, OUTPUT, p.handle | {"pool": missing}, "gone") for p in proof.prompts
-    ]
+    asks = [replace(a, handle=a.handle | {"pool": missing}) for a in handed(proof.prompts, "gone")]
     proof.same("pool is gone", proof.engine.run(asks), reference)
     failures = sum("failed" in note for note in proof.engine.notes())
     proof.check(f"pool is gone: {failures} loads failed", failures == len(asks))
@@ -226,9 +227,7 @@ def _abort(proof: Proof, reference: dict[str, Got]) -> None:
     second = proof.engine.run(asks)
     whole = {key: Got(first[key].tokens[:10] + g.tokens, first[key].logprobs) for key, g in second.items()}
     proof.same("abort and resubmit", whole, reference)
-    counts = {key: (g.loaded, g.computed) for key, g in second.items()}
-    proof.facts["resubmitted (loaded, computed)"] = counts
-    print("     resubmitted (loaded, computed):", counts, flush=True)
+    proof.facts["resubmitted (loaded, computed)"] = {k: (g.loaded, g.computed) for k, g in second.items()}
 
 
 def bare(options: argparse.Namespace) -> None:
@@ -237,7 +236,7 @@ def bare(options: argparse.Namespace) -> None:
     reference = json.loads(options.against.read_text())["reference"]
     for key, got in one_by_one(proof.engine, plain(proof.prompts, "reference")).items():
         proof.check(f"no connector {key}: same tokens", got.tokens == reference[key])
-    proof.finish(options.out)
+    proof.finish(options)
 
 
 def preempt(options: argparse.Namespace) -> None:
@@ -251,7 +250,7 @@ def preempt(options: argparse.Namespace) -> None:
     proof.facts["preempted"] = preempted
     proof.check(f"requests were preempted: {preempted} times", preempted > 0)
     proof.same("after preemption", got, reference)
-    proof.finish(options.out)
+    proof.finish(options)
 
 
 def cost(options: argparse.Namespace) -> None:
@@ -264,12 +263,15 @@ def cost(options: argparse.Namespace) -> None:
             ask = Ask(name, p.prompt, 1, handle, f"cost {i} {name}")
             times[name].append(engine.run([ask])[name].seconds)
     loads = [note for note in engine.notes() if note.get("tokens") == options.length - 1][1:]
-    for name, values in times.items():
-        proof.facts[f"first token, {name}, ms"] = statistics.median(values[1:]) * 1e3
-    for kind in ("queued", "done"):
-        proof.facts[f"load {kind}, ms"] = statistics.median(n[f"{kind}_s"] for n in loads) * 1e3
-    print(json.dumps(proof.facts, indent=1))
-    proof.finish(options.out)
+    load_ms = statistics.median(note["done_s"] for note in loads) * 1e3
+    figures = {
+        **{f"first_token_{k}_ms": Figure(statistics.median(v[1:]) * 1e3, "ms") for k, v in times.items()},
+        "load_queued_ms": Figure(statistics.median(note["queued_s"] for note in loads) * 1e3, "ms"),
+        "load_ms": Figure(load_ms, "ms"),
+        "load_us_per_token": Figure(load_ms * 1e3 / (options.length - 1), "us"),
+    }
+    proof.facts["tokens"] = options.length
+    proof.finish(options, figures)
 
 
 def main() -> None:
@@ -281,6 +283,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", help="a name below benchmarks/results")
     parser.add_argument("--against", type=Path)
     parser.add_argument("--blocks", type=int, default=14)
     parser.add_argument("--length", type=int, default=960, help="prompt length of `cost`")
