@@ -30,8 +30,7 @@ RUN pip install ${PIP_ARGS} -c constraints.txt . \
 FROM build AS build-gpu
 ARG VLLM=0.26.0
 COPY constraints.txt pyproject.toml README.md LICENSE ./
-RUN pip install ${PIP_ARGS} "vllm==${VLLM}" \
-    && pip freeze | grep -v ' @ ' > /tmp/vllm.txt
+RUN pip install ${PIP_ARGS} "vllm==${VLLM}"
 COPY llm42 llm42
 COPY kernels kernels
 COPY deployments deployments

@@ -1,5 +1,5 @@
-"""Writes what the chart repeats of other files: the settings in values.schema.json, from llm42/config.py, and the table of
-values in README.md, from the comments of values.yaml.
+"""Writes what the chart repeats of other files: the settings in values.schema.json, from llm42/config.py, and
+the table of values in README.md, from the comments of values.yaml.
 
     python helm/generate.py            writes
     python helm/generate.py --check    exit status 1 when something is out of date
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- values: written by helm/generate.py -->", "<!-- end of values
 
 
 def settings_definitions() -> dict[str, Any]:
-    """The JSON schema of the settings tree as `$defs` of values.schema.json: Settings and one entry a section."""
+    """The JSON schema of the settings tree as `$defs` of values.schema.json, one a section."""
     tree = Settings.model_json_schema(ref_template="#/$defs/Settings.{model}")
     sections = tree.pop("$defs")
     found = {"Settings": tree} | {f"Settings.{name}": section for name, section in sections.items()}
@@ -38,7 +38,9 @@ def _clean(node: Any) -> Any:
         return [_clean(x) for x in node]
     if not isinstance(node, dict):
         return node
-    kept = {key: _clean(value) for key, value in node.items() if key != "default" and not _is_title(key, value)}
+    kept = {
+        key: _clean(value) for key, value in node.items() if key != "default" and not _is_title(key, value)
+    }
     if kept.get("type") == "integer":
         if "exclusiveMinimum" not in kept:
             kept.setdefault("minimum", -EXACT)
@@ -59,7 +61,7 @@ def schema() -> str:
 
 
 def documented_values() -> dict[str, str]:
-    """Dotted name -> description, for every key with a `# --` comment in values.yaml, and for all leaves."""
+    """Dotted name -> description (empty without a `# --` comment) of every key in values.yaml."""
     found: dict[str, str] = {}
     path: list[tuple[int, str]] = []
     comment: list[str] = []
@@ -110,7 +112,9 @@ def main() -> int:
             if not asked.check:
                 (CHART / name).write_text(text)
     if stale:
-        print(("out of date, run python helm/generate.py: " if asked.check else "written: ") + ", ".join(stale))
+        print(
+            ("out of date, run python helm/generate.py: " if asked.check else "written: ") + ", ".join(stale)
+        )
     return 1 if stale and asked.check else 0
 
 

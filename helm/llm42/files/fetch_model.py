@@ -1,4 +1,4 @@
-"""Downloads one commit of a Hugging Face repository into a directory. Complete files are not downloaded again.
+"""Downloads one commit of a Hugging Face repository into a directory; complete files not again.
 
 The token, where one is needed, is in HF_TOKEN.
 """

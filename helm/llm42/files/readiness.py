@@ -1,8 +1,11 @@
-"""Readiness of a worker: exit status 0 when this pod should get traffic. Standard library only: it runs every few seconds.
+"""Readiness of a worker: exit status 0 when this pod should get traffic.
 
-certified: once the service has had a certified verifier. From then on this pod stays ready while best-effort requests are
-served, because a verifier that dies must not take best-effort traffic down with it: deterministic requests get a 503 instead.
+certified: once the service has had a certified verifier. From then on this pod stays ready while best-effort
+requests are served, because a verifier that dies must not take best-effort traffic down with it:
+deterministic requests get a 503 instead.
 serving: as soon as best-effort requests are served.
+
+Standard library only: it runs every few seconds.
 """
 
 import argparse
@@ -23,11 +26,14 @@ def main() -> int:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{asked.port}/health", timeout=4) as reply:
             health = json.load(reply)
+            certified = bool(health["deterministic"])
     except urllib.error.HTTPError as error:
         return refuse(f"/health answers {error.code}: {error.read(400).decode(errors='replace')}")
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return refuse(f"no proxy, or none that answers: {error}")
-    if health.get("deterministic"):
+    except (ValueError, TypeError, KeyError) as error:
+        return refuse(f"this is not the service's /health: {error!r}")
+    if certified:
         asked.latch.write_text(container())
     elif asked.require == "certified" and not seen(asked.latch):
         return refuse(f"not certified yet: {health.get('detail')}")

@@ -59,8 +59,8 @@ spec:
 {{- with .role.topologySpreadConstraints }}
 topologySpreadConstraints:
   {{- range . }}
-  {{- $own := dict "labelSelector" (dict "matchLabels" (include "llm42.podLabels" $ | fromYaml)) }}
-  - {{ toYaml (merge (deepCopy .) $own) | nindent 4 | trim }}
+  {{- $own := dict "matchLabels" (include "llm42.podLabels" $ | fromYaml) }}
+  - {{ toYaml (ternary . (set (deepCopy .) "labelSelector" $own) (hasKey . "labelSelector")) | nindent 4 | trim }}
   {{- end }}
 {{- end }}
 {{- end -}}

@@ -36,10 +36,7 @@
 {{- fail (printf "fastPath.gpu.count is %d, but its replica%s %v: config.engine.gpus x config.engine.vllm.tensor_parallel_size%s" $gpus (ternary " takes" " and verifier take" $v.verifier.dedicated) $used (ternary "" " + config.verifier.gpus" $v.verifier.dedicated)) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (gt $hosts 1) (ne $tp (int (mul $gpus $hosts))) -}}
-{{- fail (printf "config.engine.vllm.tensor_parallel_size is %d, but fastPath.hosts x fastPath.gpu.count is %d: make them equal" $tp (int (mul $gpus $hosts))) -}}
-{{- end -}}
-{{- include "llm42.validateHosts" (dict "v" $v "isVllm" $isVllm "vllm" $vllm "hosts" $hosts) -}}
+{{- include "llm42.validateHosts" (dict "v" $v "isVllm" $isVllm "vllm" $vllm "hosts" $hosts "tp" $tp) -}}
 {{- include "llm42.validateOperations" . -}}
 {{- end -}}
 
@@ -75,6 +72,10 @@
 {{- end -}}
 {{- if ne (dig "extra_args" "distributed_executor_backend" "" .vllm) "ray" -}}
 {{- fail "fastPath.hosts above 1: set config.engine.vllm.extra_args.distributed_executor_backend to ray" -}}
+{{- end -}}
+{{- $gpus := int (mul .v.fastPath.gpu.count .hosts) -}}
+{{- if ne .tp $gpus -}}
+{{- fail (printf "config.engine.vllm.tensor_parallel_size is %d, but fastPath.hosts x fastPath.gpu.count is %d: make them equal" .tp $gpus) -}}
 {{- end -}}
 {{- if not .v.verifier.dedicated -}}
 {{- fail "fastPath.hosts above 1: the verifier needs a GPU of its own: set verifier.dedicated to true" -}}

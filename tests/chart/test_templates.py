@@ -1,0 +1,156 @@
+"""The smaller templates: what each renders, and what switches it off."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart import helm
+from tests.chart.helm import container
+
+PLUS_ONE, LOCKED, MULTI = (helm.example(n) for n in ("gpu-4-plus-1", "locked-down", "multi-node"))
+SELECTOR = {"app.kubernetes.io/part-of": "llm42", "app.kubernetes.io/instance": helm.RELEASE}
+
+
+def kinds(example: Path | None = None, values: str = "") -> list[str]:
+    return [m.kind for m in helm.render(example, values=values)]
+
+
+def test_by_default_there_is_nothing_but_the_service_and_its_needs() -> None:
+    assert sorted(kinds()) == ["ConfigMap", "RayService", "ServiceAccount"]
+
+
+def test_service_account() -> None:
+    account = helm.one(helm.render(LOCKED), "ServiceAccount")
+    assert account["metadata"]["name"] == "llm42-prod"
+    assert account["automountServiceAccountToken"] is False
+    own = "serviceAccount: {create: false, name: theirs}"
+    assert "ServiceAccount" not in kinds(values=own)
+    for template in helm.pod_templates(helm.render(values=own)).values():
+        assert template["spec"]["serviceAccountName"] == "theirs"
+
+
+def test_only_a_head_that_scales_gets_a_kubernetes_token() -> None:
+    scaling = helm.pod_templates(helm.render(PLUS_ONE))
+    tokens = {c: t["spec"]["automountServiceAccountToken"] for c, t in scaling.items()}
+    assert tokens == {"head": True, "fast-path": False, "verifier": False}
+    assert not helm.pod_templates(helm.render())["head"]["spec"]["automountServiceAccountToken"]
+
+
+def test_budgets_leave_all_but_one() -> None:
+    """Integers only: for a RayCluster's pods, percentages and maxUnavailable allow no eviction at all."""
+    fast = helm.one(helm.render(PLUS_ONE), "PodDisruptionBudget", "-fast-path")["spec"]
+    assert fast == {
+        "minAvailable": 3,
+        "selector": {"matchLabels": SELECTOR | {"app.kubernetes.io/component": "fast-path"}},
+    }
+    assert "PodDisruptionBudget" not in kinds(), "one that lets nobody go would block every drain"
+    assert kinds(MULTI).count("PodDisruptionBudget") == 1, "two pods of a replica; one verifier"
+    told = "podDisruptionBudget: {fastPath: {enabled: false}, verifier: {minAvailable: 1}}"
+    (budget,) = [m.body for m in helm.render(PLUS_ONE, values=told) if m.kind == "PodDisruptionBudget"]
+    assert (budget["metadata"]["name"], budget["spec"]["minAvailable"]) == ("rel-llm42-verifier", 1)
+
+
+def selected(selector: dict[str, str], template: dict[str, Any]) -> bool:
+    return selector.items() <= template["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize("example", [PLUS_ONE, LOCKED], ids=["gpu-4-plus-1", "locked-down"])
+def test_selectors_find_our_pods_and_no_others(example: Path) -> None:
+    templates = helm.pod_templates(helm.render(example))
+    for manifest in helm.render(example):
+        spec = manifest.body.get("spec", {})
+        selector = spec.get("selector", spec.get("podSelector", {})).get("matchLabels")
+        if manifest.kind in ("PodDisruptionBudget", "PodMonitor", "NetworkPolicy"):
+            assert any(selected(selector, t) for t in templates.values()), manifest.body["metadata"]["name"]
+            assert "app.kubernetes.io/instance" in selector, "another release's pods are not ours"
+            assert not any(key.startswith("ray.io/") for key in selector), "names that KubeRay makes up"
+    for template in templates.values():
+        assert "app.kubernetes.io/name" not in template["metadata"]["labels"], (
+            "KubeRay's services need theirs"
+        )
+
+
+def test_pod_monitor_reads_ports_that_pods_have() -> None:
+    for example, expected in (
+        (PLUS_ONE, {"metrics", "as-metrics", "dash-metrics"}),
+        (LOCKED, {"metrics", "as-metrics", "dash-metrics", "proxy-metrics"}),
+    ):
+        rendered = helm.render(example)
+        endpoints = helm.one(rendered, "PodMonitor")["spec"]["podMetricsEndpoints"]
+        assert {e["port"] for e in endpoints} == expected
+        named = {p["name"] for t in helm.pod_templates(rendered).values() for p in container(t)["ports"]}
+        assert expected <= named
+    assert helm.one(helm.render(PLUS_ONE), "PodMonitor")["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_rules_and_dashboards_are_the_files(tmp_path: Path) -> None:
+    chart = helm.copy_chart(tmp_path)
+    for folder in ("rules", "dashboards"):
+        for file in (chart / folder).iterdir():
+            file.unlink()
+    assert not {"PrometheusRule"} & {m.kind for m in helm.render(PLUS_ONE, chart=chart)}, "without any"
+    rule = {
+        "groups": [
+            {"name": "g", "rules": [{"alert": "A", "expr": "1", "annotations": {"x": "{{ $value }}"}}]}
+        ]
+    }
+    board = {"title": "{{mode}}", "panels": [{"legendFormat": "{{ instance }}"}]}
+    (chart / "rules" / "one.yaml").write_text(yaml.safe_dump(rule))
+    (chart / "dashboards" / "two.json").write_text(json.dumps(board, indent=1))
+    rendered = helm.render(PLUS_ONE, values="common: {labels: {a: b}}", chart=chart)
+    assert helm.one(rendered, "PrometheusRule", "-one")["spec"] == rule, "templates in them are Prometheus's"
+    dashboard = helm.one(rendered, "ConfigMap", "-dashboard-two")
+    assert json.loads(dashboard["data"]["two.json"]) == board
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_our_rules_and_dashboards_name_metrics_that_exist() -> None:
+    from llm42.metrics import CATALOGUE
+
+    known = {m.name for m in CATALOGUE}
+    texts = [f.read_text() for d in ("rules", "dashboards") for f in (helm.CHART / d).glob("*.*")]
+    used = {name for text in texts for name in re.findall(r"\bray_(llm42_[a-z0-9_]+)", text)}
+    bare = {name if name in known else re.sub(r"_(total|bucket|sum|count)$", "", name) for name in used}
+    assert bare <= known, f"unknown: {bare - known}"
+    assert bare, "the search finds some"
+
+
+def test_scripts_are_the_files() -> None:
+    data = helm.one(helm.render(), "ConfigMap", "-scripts")["data"]
+    files = {f.name: f.read_text() for f in (helm.CHART / "files").glob("*.py")}
+    assert {name: text.rstrip() for name, text in data.items()} == {n: t.rstrip() for n, t in files.items()}
+    for name, text in data.items():
+        compile(text, name, "exec")
+
+
+def test_routes_lead_to_the_service_that_kuberay_keeps() -> None:
+    """KubeRay points this one service at the active cluster; a service of ours would mix two."""
+    locked = helm.render(LOCKED)
+    name = helm.service(locked)["serveService"]["metadata"]["name"]
+    assert name == "llm42-prod-serve-svc"
+    (rule,) = helm.one(locked, "Ingress")["spec"]["rules"]
+    backend = rule["http"]["paths"][0]["backend"]["service"]
+    assert (rule["host"], backend) == ("llm.example.com", {"name": name, "port": {"number": 8000}})
+    assert helm.one(locked, "Ingress")["spec"]["tls"][0]["secretName"] == "llm-example-com"
+    routed = helm.render(PLUS_ONE)
+    route = helm.one(routed, "HTTPRoute")
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+    assert set(route["spec"]) == {"parentRefs", "hostnames", "rules"}
+    (rule,) = route["spec"]["rules"]
+    assert set(rule) == {"matches", "timeouts", "backendRefs"}
+    assert rule["backendRefs"] == [{"name": "rel-llm42-serve-svc", "port": 8000}]
+    assert helm.service(routed)["serveService"]["metadata"]["name"] == "rel-llm42-serve-svc"
+    assert "Service" not in kinds(LOCKED) + kinds(PLUS_ONE)
+
+
+def test_long_names_stay_within_kuberays_limits() -> None:
+    done = helm.run("template", "a-release-with-a-name-of-fifty-three-characters-x-y-z", helm.CHART)
+    (spec,) = [d for d in yaml.load_all(done.stdout, yaml.CSafeLoader) if d and d["kind"] == "RayService"]
+    assert len(spec["metadata"]["name"]) <= 40
+    assert len(spec["spec"]["serveService"]["metadata"]["name"]) <= 50
