@@ -3,13 +3,16 @@ oracle, and the comparison that every guarantee is judged by."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
 from safetensors.torch import save_file
@@ -22,6 +25,7 @@ from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.driver import Generator, VerifierClient
 from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.vllm import VllmEngine
 from llm42.local import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
@@ -62,6 +66,9 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": END,
 }
+ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))
+both_engines = pytest.mark.parametrize("lab", ENGINES, indirect=True)
+"""For tests that hold whatever proposes the candidates: the torch engine, and vLLM where it is installed."""
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
 PENALISED = SamplingParams(
     temperature=0.8,
@@ -169,10 +176,70 @@ def torch_threads(count: int) -> Iterator[None]:
         set_threads(before)
 
 
+def vllm_missing() -> str | None:
+    """Why tests with vLLM cannot run here, or None."""
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    return "vLLM is not installed here; `make test-vllm` runs this where it is"
+
+
+def vllm_settings(**more: Any) -> dict[str, Any]:
+    """engine.vllm for a test on a CPU: a small cache, small blocks, prompts in chunks."""
+    arguments = {"kv_cache_memory_bytes": 256 << 20, "block_size": 32} | more.pop("extra_args", {})
+    common = {"enforce_eager": True, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    # vLLM checks this share of the memory before it looks at kv_cache_memory_bytes
+    return common | {"gpu_memory_utilization": 0.05, "extra_args": arguments} | more
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+    """Polls; whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class VllmPool:
+    """vLLM engines that tests share, since one takes half a minute to start."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, VllmEngine] = {}
+
+    def get(self, settings: Settings, corrupt_share: float = 0.0, **vllm: Any) -> VllmEngine:
+        """An engine with these vLLM settings that nobody uses; started when there is none yet."""
+        engine = {"kind": "vllm", "vllm": vllm_settings(**vllm)}
+        wanted = Settings.load(settings.model_dump(mode="json") | {"engine": engine})
+        key = wanted.model_dump_json()
+        if key not in self._engines or not self._engines[key].alive:
+            self._engines[key] = VllmEngine(wanted).start()
+        found = self._engines[key]
+        wait_until(lambda: not found._streams and found.load().kv_used == 0)
+        assert not found._streams, "an earlier test has left a request behind"
+        found.settings = wanted.engine.model_copy(update={"corrupt_share": corrupt_share})
+        return found
+
+    def close(self) -> None:
+        """Ends them all."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+
+AnyEngine = TorchEngine | VllmEngine
+
+
+def check_blocks(engine: AnyEngine) -> None:
+    """The torch engine's own accounting of its cache; vLLM's is its own affair."""
+    if isinstance(engine, TorchEngine):
+        engine._pool.check()
+
+
 @dataclass
 class Lab:
     """The tiny model with its certificate, and what is made of it. Everything it starts is closed by
-    `close`."""
+    `close`, but for vLLM engines, which are the pool's."""
 
     settings: Settings
     model: LoadedModel
@@ -180,19 +247,26 @@ class Lab:
     certificate: Certificate
     answers: dict[Request, Answer] = field(default_factory=dict)
     parts: list[TorchEngine | Verifier] = field(default_factory=list)
+    vllm: VllmPool | None = None
+    """Set: `engine` makes vLLM engines."""
 
     @classmethod
-    def make(cls, directory: Path) -> Lab:
-        """Writes, loads and certifies the model."""
+    def make(cls, directory: Path, head_dim: int = CONFIG["head_dim"], vllm: VllmPool | None = None) -> Lab:
+        """Writes, loads and certifies the model. vLLM's attention on CPU needs a head_dim of 32 at least."""
         settings = Settings.load(
             {
-                "model": {"path": str(write_model(directory)), "name": "tiny", "max_model_len": 768},
+                "model": {
+                    "path": str(write_model(directory, head_dim)),
+                    "name": "tiny",
+                    "max_model_len": 768,
+                },
                 "engine": {"threads": 1, "kv_tokens": 8192},
                 "verifier": {"certificate_dir": str(directory), "kv_tokens": 8192},
             }
         )
         model, tokenizer = load_for(settings)
-        return cls(settings, model, tokenizer, certificate_for(settings, model, tokenizer))
+        certificate = certificate_for(settings, model, tokenizer)
+        return cls(settings, model, tokenizer, certificate, vllm=vllm)
 
     def verifier(
         self,
@@ -225,15 +299,20 @@ class Lab:
         self.parts.append(verifier)
         return verifier
 
-    def engine(self, model: LoadedModel | None = None, start: bool = True, **changes: Any) -> TorchEngine:
-        """An engine whose products depend on the batch, as GPU libraries' do, on every machine."""
+    def engine(self, model: LoadedModel | None = None, start: bool = True, **changes: Any) -> Any:
+        """A fast path. The torch engine's products depend on the batch, as GPU libraries' do, on every
+        machine; of the changes, vLLM takes corrupt_share, and for kv_tokens the least that it starts with."""
+        if self.vllm is not None:
+            assert model is None, "a test with a model of its own is not for vLLM"
+            blocks = {"extra_args": {"num_gpu_blocks_override": 26}} if "kv_tokens" in changes else {}
+            return self.vllm.get(self.settings, changes.get("corrupt_share", 0.0), **blocks)
         settings = self.settings.engine.model_copy(update=changes)
         engine = TorchEngine(model or self.model, settings, batch_dependent(cpu_operators()))
         self.parts.append(engine)
         return engine.start() if start else engine
 
     def generator(
-        self, engine: TorchEngine, verifier: Verifier | VerifierClient | None, **session: Any
+        self, engine: AnyEngine, verifier: Verifier | VerifierClient | None, **session: Any
     ) -> Generator:
         """A driver; keyword arguments change the session's settings."""
         changed = self.settings.session.model_copy(update=session)

@@ -244,7 +244,8 @@ class VllmEngine:
         """One attempt from submission to its end."""
         assert self._connection is not None
         connection, request, over = self._connection, stream.request, False
-        arguments = arguments_of(request, stream.count, self.settings.vllm.sampled_agreement)
+        agree = self.settings.vllm.sampled_agreement
+        arguments = arguments_of(request, stream.count, agree, connection.seeds)
         tokens = [*request.prompt, *stream.output]
         try:
             async with aclosing(

@@ -60,6 +60,8 @@ class Connection:
     """What AsyncLLM raises once its engine process is gone."""
     vocab_size: int
     kv_tokens: int
+    seeds: bool = True
+    """Whether requests may carry a seed."""
     stats: Stats = field(default_factory=Stats)
     facts: dict[str, Any] = field(default_factory=dict)
     """What runs, for the log and for results."""
@@ -138,7 +140,11 @@ def connect(settings: Settings) -> Connection:
         return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, **values)
 
     vocab_size = config.model_config.get_vocab_size()
-    return Connection(llm, make_params, tokens_input, EngineDeadError, vocab_size, kv_tokens, stats, facts)
+    # on a CPU, vLLM dies of a seeded request whose prompt is computed in chunks (its generator has no offset)
+    seeds = config.device_config.device_type != "cpu"
+    return Connection(
+        llm, make_params, tokens_input, EngineDeadError, vocab_size, kv_tokens, seeds, stats, facts
+    )
 
 
 def check_installed() -> str:

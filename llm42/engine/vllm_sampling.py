@@ -27,8 +27,13 @@ EXTRA_ARG = "llm42_draw"
 _SEED_MASK = 2**63 - 1
 
 
-def arguments_of(request: Request, done: int, sampled_agreement: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's SamplingParams for what is left after `done` output tokens."""
+def arguments_of(
+    request: Request, done: int, sampled_agreement: bool = False, seeds: bool = True
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's SamplingParams for what is left after `done` output tokens.
+
+    sampled_agreement: vllm_draw.py is loaded. seeds: vLLM can take a request's seed.
+    """
     arguments: dict[str, Any] = {
         "max_tokens": request.max_tokens - done,
         # which ids end the output is said in full by stop_token_ids, so vLLM's own end token must not
@@ -41,7 +46,7 @@ def arguments_of(request: Request, done: int, sampled_agreement: bool) -> dict[s
             draw = dataclasses.asdict(request.sampling)
             arguments["extra_args"] = {EXTRA_ARG: {"prompt_len": len(request.prompt), "sampling": draw}}
         return arguments
-    return arguments | _own_sampler(request)
+    return arguments | _own_sampler(request, arguments["max_tokens"], seeds)
 
 
 def is_plain_argmax(params: SamplingParams) -> bool:
@@ -51,7 +56,7 @@ def is_plain_argmax(params: SamplingParams) -> bool:
     return is_greedy(params) and not (adjusted or params.logit_bias or banned)
 
 
-def _own_sampler(request: Request) -> dict[str, Any]:
+def _own_sampler(request: Request, max_tokens: int, seeds: bool) -> dict[str, Any]:
     p = request.sampling
     arguments: dict[str, Any] = {
         "temperature": 0.0 if is_greedy(p) else p.temperature,
@@ -61,12 +66,12 @@ def _own_sampler(request: Request) -> dict[str, Any]:
         "repetition_penalty": p.repetition_penalty,
         "presence_penalty": p.presence_penalty,
         "frequency_penalty": p.frequency_penalty,
-        "min_tokens": p.min_tokens,
+        "min_tokens": min(p.min_tokens, max_tokens),  # vLLM refuses more
         "logprobs": request.num_logprobs,
     }
     if p.logit_bias:
         arguments["logit_bias"] = dict(p.logit_bias)
-    if request.seeded and not is_greedy(p):
+    if seeds and request.seeded and not is_greedy(p):
         arguments["seed"] = p.seed & _SEED_MASK  # vLLM keeps seeds as signed 64-bit integers
     return arguments
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import Lab
+from tests.support import Lab, VllmPool, vllm_missing
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +15,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab.make(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="session")
+def vllm_pool() -> Iterator[VllmPool]:
+    """vLLM engines for the whole session; skips where vLLM is not installed."""
+    if missing := vllm_missing():
+        pytest.skip(missing)
+    pool = VllmPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_vllm(tmp_path_factory: pytest.TempPathFactory, vllm_pool: VllmPool) -> Lab:
+    """A tiny model that vLLM can run, and its certificate."""
+    return Lab.make(tmp_path_factory.mktemp("tiny-vllm"), head_dim=32, vllm=vllm_pool)
+
+
 @pytest.fixture
-def lab(tiny: Lab) -> Iterator[Lab]:
-    """The lab; whatever a test starts is closed after it."""
-    yield tiny
-    tiny.close()
+def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
+    """The lab; whatever a test starts is closed after it. With the torch engine, unless `both_engines` says
+    otherwise."""
+    kind = getattr(request, "param", "torch")
+    made: Lab = request.getfixturevalue("tiny" if kind == "torch" else "tiny_vllm")
+    yield made
+    made.close()

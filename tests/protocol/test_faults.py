@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from llm42.driver import EngineFailed
 from llm42.engine.base import EngineOutput
-from llm42.engine.torch_engine import TorchEngine
 from llm42.local import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
@@ -31,7 +29,19 @@ from llm42.sampling import Sampled
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plan import SequenceRows
-from tests.support import Lab, answer_of, collect, differences, request_of, torch_threads, window_of
+from tests.support import (
+    AnyEngine,
+    Lab,
+    answer_of,
+    both_engines,
+    check_blocks,
+    collect,
+    differences,
+    request_of,
+    torch_threads,
+    wait_until,
+    window_of,
+)
 
 
 class FailsAt:
@@ -66,6 +76,7 @@ def test_a_step_killed_midway_leaves_no_block_behind(lab: Lab) -> None:
     assert commit.logprobs == want.logprobs[:10]
 
 
+@both_engines
 def test_failing_steps_are_retried_to_the_oracles_answer(lab: Lab) -> None:
     request = request_of("f", 2)
     verifier = lab.verifier(wrap=lambda r: FailsAt(r, {2, 3, 6})).start()
@@ -74,29 +85,21 @@ def test_failing_steps_are_retried_to_the_oracles_answer(lab: Lab) -> None:
     assert answer.stats.verify_retries >= 2
 
 
-def until(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
-    """Polls a counter."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def nothing_held(engine: TorchEngine, verifier: Verifier) -> bool:
+def nothing_held(engine: AnyEngine, verifier: Verifier) -> bool:
     load, stats = engine.load(), verifier.stats()
     engine_idle = load.running == load.waiting == load.kv_used == 0
     return engine_idle and stats.kv_held_blocks == stats.active == stats.waiting == stats.idle_sequences == 0
 
 
+@both_engines
 def test_a_verifier_that_never_answers_ends_the_request_and_frees_it(lab: Lab) -> None:
     verifier, engine = lab.verifier(wrap=lambda r: FailsAt(r, set(range(99)))).start(), lab.engine()
     with pytest.raises(VerifierUnavailable):
         asyncio.run(collect(lab.generator(engine, verifier, verify_attempts=2), request_of("n", 3)))
-    assert until(lambda: nothing_held(engine, verifier))
+    assert wait_until(lambda: nothing_held(engine, verifier))
 
 
+@both_engines
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_client_that_leaves_frees_everything_within_a_second(lab: Lab, after: int) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
@@ -115,20 +118,21 @@ def test_a_client_that_leaves_frees_everything_within_a_second(lab: Lab, after: 
 
     async def several() -> bool:
         await asyncio.gather(*(leave(i) for i in range(4)))
-        return await asyncio.to_thread(until, lambda: nothing_held(engine, verifier))
+        return await asyncio.to_thread(wait_until, lambda: nothing_held(engine, verifier))
 
     assert asyncio.run(several())
     verifier._pool.check()
-    engine._pool.check()
+    check_blocks(engine)
 
 
+@both_engines
 def test_control_a_client_that_stays_holds_memory(lab: Lab) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
 
     async def hold() -> bool:
         stream = lab.generator(engine, verifier).generate(request_of("stay", 1, max_tokens=400))
         await anext(stream)
-        held = await asyncio.to_thread(until, lambda: nothing_held(engine, verifier), 0.3)
+        held = await asyncio.to_thread(wait_until, lambda: nothing_held(engine, verifier), 0.3)
         await stream.aclose()
         return held
 
@@ -146,7 +150,7 @@ class Slow(LocalVerifier):
 class Recorder:
     """An engine that notes how far ahead of the last commit it decodes."""
 
-    def __init__(self, inner: TorchEngine) -> None:
+    def __init__(self, inner: AnyEngine) -> None:
         self.inner, self.furthest, self.limit = inner, 0, 0
         self.settings = inner.settings
 
@@ -162,6 +166,7 @@ class Recorder:
         return getattr(self.inner, name)
 
 
+@both_engines
 def test_a_slow_verifier_holds_its_own_requests_only(lab: Lab) -> None:
     engine = Recorder(lab.engine())
     generator = lab.generator(engine, Slow(lab.verifier().start()), max_window=16, lookahead=24)  # type: ignore[arg-type]

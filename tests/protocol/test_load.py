@@ -31,7 +31,10 @@ from tests.support import (
     PENALISED,
     SAMPLED,
     Answer,
+    AnyEngine,
     Lab,
+    both_engines,
+    check_blocks,
     collect,
     differences,
     prompt_of,
@@ -64,14 +67,14 @@ def wrong(lab: Lab, answers: Sequence[Answer], requests: Sequence[Request]) -> l
     return [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))]
 
 
-def all_free(engine: TorchEngine, verifier: Verifier) -> bool:
+def all_free(engine: AnyEngine, verifier: Verifier) -> bool:
     """Whether nothing is held, now."""
     load, stats = engine.load(), verifier.stats()
     busy = load.running, load.waiting, load.kv_used, stats.kv_held_blocks, stats.active, stats.waiting
     return not any((*busy, stats.idle_sequences))
 
 
-async def freed(engine: TorchEngine, verifier: Verifier, seconds: float = 1.0) -> bool:
+async def freed(engine: AnyEngine, verifier: Verifier, seconds: float = 1.0) -> bool:
     """Whether nothing is held, within `seconds`."""
     end = time.monotonic() + seconds
     while not all_free(engine, verifier):
@@ -102,6 +105,7 @@ def draw_request(rng: random.Random, index: int) -> Request:
     return replace(request, priority=rng.randrange(2))
 
 
+@both_engines
 @pytest.mark.parametrize("seed", range(6))
 def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random windows, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a third
@@ -134,7 +138,7 @@ def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch
     assert wrong(lab, answers[: len(requests)], requests) == []
     assert free
     verifier._pool.check()
-    engine._pool.check()
+    check_blocks(engine)
 
 
 def split_head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -210,6 +214,7 @@ def test_control_a_cache_that_ignores_what_came_before_a_block_is_noticed(
     assert answers()
 
 
+@both_engines
 def test_three_turns_reuse_generated_text(lab: Lab) -> None:
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(corrupt_share=0.1), verifier)
@@ -263,6 +268,7 @@ class Sleepy:
         self.inner.copy_block(source, target)
 
 
+@both_engines
 def test_an_overloaded_verifier_is_asked_again(lab: Lab) -> None:
     verifier = lab.verifier(wrap=lambda r: Sleepy(r, 0.02)).start()
     verifier._max_waiting = 1
@@ -275,6 +281,7 @@ def test_an_overloaded_verifier_is_asked_again(lab: Lab) -> None:
         verifier.submit(window_of(requests[0], []))
 
 
+@both_engines
 def test_a_client_that_leaves_while_a_step_runs_frees_everything(lab: Lab) -> None:
     verifier = lab.verifier(wrap=lambda r: Sleepy(r, 0.2)).start()
     engine = lab.engine()

@@ -12,7 +12,7 @@ import pytest
 from deployments.ingress import RayBackend
 from llm42.local import LocalVerifier
 from llm42.protocol import Commit, Delta, Failure, Overloaded, Request, VerifierUnavailable, Window
-from tests.support import Lab, collect, differences, request_of
+from tests.support import Lab, both_engines, collect, differences, request_of
 
 
 class Replaced(LocalVerifier):
@@ -34,12 +34,14 @@ class Same(Replaced):
     names = ("first",)
 
 
+@both_engines
 def test_a_reply_never_mixes_two_fingerprints(lab: Lab) -> None:
     generator = lab.generator(lab.engine(), Replaced(lab.verifier().start()), max_window=7, start_window=7)
     with pytest.raises(VerifierUnavailable, match="fingerprint"):
         asyncio.run(collect(generator, request_of("mixed", 1)))
 
 
+@both_engines
 def test_control_one_fingerprint_goes_through(lab: Lab) -> None:
     generator = lab.generator(lab.engine(), Same(lab.verifier().start()), max_window=7, start_window=7)
     request = request_of("one", 1)
@@ -58,6 +60,7 @@ class Busy(LocalVerifier):
         return await super().verify(windows)
 
 
+@both_engines
 def test_overload_in_mid_stream_is_not_a_refusal(lab: Lab) -> None:
     client = Busy(lab.verifier().start())
     generator = lab.generator(lab.engine(), client, max_window=7, start_window=7, verify_attempts=2)

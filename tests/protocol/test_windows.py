@@ -19,6 +19,7 @@ from tests.support import (
     Answer,
     Lab,
     answer_of,
+    both_engines,
     collect,
     differences,
     request_of,
@@ -47,6 +48,7 @@ def fixed(length: int) -> dict[str, int]:
     return {"min_window": length, "start_window": length, "max_window": length, "lookahead": max(128, length)}
 
 
+@both_engines
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 31, 64, 128])
 def test_window_lengths(lab: Lab, length: int) -> None:
     requests = [
@@ -56,6 +58,7 @@ def test_window_lengths(lab: Lab, length: int) -> None:
     assert wrong(lab, run(generator, requests), requests) == []
 
 
+@both_engines
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
 def test_corrupt_candidates(lab: Lab, share: float) -> None:
     requests = [
@@ -89,12 +92,14 @@ class WrongBorder(LocalVerifier):
         return await super().verify([replace(w, prompt_len=len(w.tokens)) for w in windows])
 
 
+@both_engines
 def test_control_accepting_everything_is_noticed(lab: Lab) -> None:
     requests = [request_of(f"ae{i}", i) for i in range(3)]
     client = AcceptsEverything(lab.verifier().start())
     assert wrong(lab, run(lab.generator(lab.engine(corrupt_share=0.3), client), requests), requests)
 
 
+@both_engines
 def test_control_a_lost_prompt_border_is_noticed(lab: Lab) -> None:
     requests = [request_of(f"pb{i}", i, sampling=PENALISED) for i in range(3)]
     client = WrongBorder(lab.verifier().start())
@@ -121,6 +126,7 @@ def test_control_a_verifier_that_is_not_row_invariant_is_noticed(lab: Lab, plant
     assert any(noticed(attempt) for attempt in range(8))
 
 
+@both_engines
 def test_warm_and_cold_caches_agree_and_are_hit(lab: Lab) -> None:
     request = request_of("cold", 3, length=70)
     verifier = lab.verifier().start()
@@ -132,6 +138,7 @@ def test_warm_and_cold_caches_agree_and_are_hit(lab: Lab) -> None:
     assert verifier.stats().cache_hits > before
 
 
+@both_engines
 def test_generated_text_is_reused_in_the_next_turn(lab: Lab) -> None:
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(), verifier)
@@ -145,6 +152,7 @@ def test_generated_text_is_reused_in_the_next_turn(lab: Lab) -> None:
     assert verifier.stats().cache_hits - hits > len(request.prompt) // 16
 
 
+@both_engines
 @pytest.mark.parametrize("dirt", [float("nan"), float("inf"), 1e4])
 def test_dirty_memory_is_never_seen(lab: Lab, dirt: float) -> None:
     requests = [request_of(f"d{i}", i, length=5 + 13 * i) for i in range(4)]
@@ -159,6 +167,7 @@ def test_control_reading_a_dirty_tail_is_noticed(lab: Lab) -> None:
     assert isinstance(answer, Failure)
 
 
+@both_engines
 def test_demand_of_three_times_the_cache(lab: Lab) -> None:
     requests = [request_of(f"kv{i}", i, length=60, max_tokens=70) for i in range(12)]
     demand = sum(len(r.prompt) + r.max_tokens for r in requests)
@@ -178,6 +187,7 @@ def test_a_request_larger_than_the_cache_is_refused(lab: Lab) -> None:
     assert failure.code == "context_length_exceeded"
 
 
+@both_engines
 @pytest.mark.parametrize("end", range(1, 20))
 def test_max_tokens_at_and_beside_window_borders(lab: Lab, end: int) -> None:
     request = request_of(f"mt{end}", 6, max_tokens=end)
@@ -187,6 +197,7 @@ def test_max_tokens_at_and_beside_window_borders(lab: Lab, end: int) -> None:
     assert len(answers[0].tokens) == end
 
 
+@both_engines
 @pytest.mark.parametrize("at", range(1, 20))
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_end_of_text_at_and_beside_window_borders(lab: Lab, at: int, share: float) -> None:
@@ -196,6 +207,7 @@ def test_end_of_text_at_and_beside_window_borders(lab: Lab, at: int, share: floa
     assert wrong(lab, run(generator, [request]), [request]) == []
 
 
+@both_engines
 @pytest.mark.parametrize("begin", range(4, 18, 2))
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_across_window_borders(lab: Lab, begin: int, include: bool) -> None:

@@ -63,6 +63,7 @@ def test_best_effort_requests_get_vllms_sampler_as_asked() -> None:
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert asked[name] == getattr(PENALISED, name)
     assert asked["logit_bias"] == {17: 2.5, 300: -4.0}
+    assert arguments_of(replace(request, max_tokens=4), 0)["min_tokens"] == 4, "vLLM refuses more"
     assert (asked["logprobs"], asked["max_tokens"], asked["stop_token_ids"]) == (2, 50, [7])
 
 
@@ -71,6 +72,7 @@ def test_a_seed_that_nobody_named_is_not_passed_on() -> None:
     request = request_of("b", False, sampling=SAMPLED)
     assert arguments_of(request, 0, False)["seed"] == SAMPLED.seed
     assert "seed" not in arguments_of(replace(request, seeded=False), 0, False)
+    assert "seed" not in arguments_of(request, 0, seeds=False)
     large = replace(request, sampling=replace(SAMPLED, seed=2**64 - 1))
     assert 0 <= arguments_of(large, 0, False)["seed"] < 2**63
 
