@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import tomllib
 
 import yaml
 
+from llm42.config import Settings
 from llm42.models.fetch import FILE_NAME
 from tests.chart import helm
 
@@ -46,3 +49,41 @@ def test_what_the_image_copies_exists() -> None:
         s for x in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE) for s in x.split()[:-1]
     }
     assert copied <= {k.strip("!/") for k in kept}, ".dockerignore hides it"
+
+
+def test_the_sizing_table_is_the_arithmetic() -> None:
+    """docs/operations.md: w = 1, rates from the recorded benchmark."""
+    figures = json.loads((helm.ROOT / "benchmarks" / "results" / "h200-verifier.json").read_text())["figures"]
+    windows, prompts = (figures[f"scheduled_{n}tok_s"]["value"] for n in ("", "prefill_"))
+    page = (helm.ROOT / "docs" / "operations.md").read_text()
+    assert f"D is {windows:,.0f} and F is {prompts:,.0f}" in page
+    assert f"certifies in {figures['certify_8b_s']['value']:.0f} s" in page
+    rows = re.findall(r"^\| ([\d,]+) / ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for row in rows:
+        prompt, output, full, planned = (int(x.replace(",", "")) for x in row)
+        rate = 1 / (1 / windows + prompt / output / prompts)
+        assert (full, planned) == (round(rate, -2), round(0.7 * rate, -2))
+
+
+def test_the_example_of_sizing_adds_up() -> None:
+    page = (helm.ROOT / "docs" / "operations.md").read_text()
+    table = dict(re.findall(r"^\| ([\d,]+ / [\d,]+) \|.*\| ([\d,]+) \|$", page, re.MULTILINE))
+    one = int(table["1,024 / 256"].replace(",", ""))
+    assert f"5,300 / 24,000 = {one / 24000:.2f}" in page
+    assert [math.ceil(share * 24000 / one) for share in (0.5, 1)] == [3, 5], "three and five verifiers"
+
+
+def test_the_chart_packages_what_the_pages_name() -> None:
+    for page in (helm.ROOT / "docs" / "operations.md", helm.CHART / "README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for name in re.findall(r"examples/([\w-]+\.yaml)", page.read_text()):
+            assert (helm.CHART / "examples" / name).exists()
+    settings = Settings().model_dump()
+    operations = (helm.ROOT / "docs" / "operations.md").read_text()
+    named = re.findall(r"`(server|session)\.(\w+)`", operations)
+    assert named
+    for section, name in named:
+        assert name in settings[section], f"{section}.{name}"
