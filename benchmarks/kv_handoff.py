@@ -8,7 +8,7 @@ which reads the verifier's cache in place (kv_pool.py). Exits with 1 when a chec
 
   hand    outputs after a hand-over, prompt tokens computed, controls (wrong KV, requests without a handle,
           a pool that is gone, abort and resubmission, one step with everything)
-  bare    vLLM without the connector generates the same (give --out of `hand` as --against)
+  bare    vLLM without the connector generates the same (--against: what `hand` wrote to --out)
   preempt the same with too few blocks, so that requests are preempted
   cost    seconds to the first token and copy times, with and without a handle
 
@@ -162,7 +162,6 @@ def _with_first_token(proof: Proof, reference: dict[str, Got]) -> None:
     for (key, got), p in zip(one_by_one(proof.engine, asks).items(), proof.prompts, strict=True):
         tokens = [p.next_token, *got.tokens]
         agree = agreement(tokens, reference[key].tokens)
-        proof.facts.setdefault("with first token", {})[key] = agree
         text = f"with the verifier's first token {key}: {agree} of {OUTPUT} tokens, {got.computed} computed"
         equal = agree == OUTPUT or not proof.exact
         proof.check(text, equal and (got.loaded, got.computed) == (int(key), 1))
@@ -241,8 +240,7 @@ def bare(options: argparse.Namespace) -> None:
 
 def preempt(options: argparse.Namespace) -> None:
     """Too few blocks for all."""
-    length = 300
-    proof = Proof(options, num_gpu_blocks_override=options.blocks)
+    length, proof = 300, Proof(options, num_gpu_blocks_override=options.blocks)
     engine = proof.engine
     reference = one_by_one(engine, plain(proof.prompts, "reference", length))
     got = engine.run(handed(proof.prompts, "tight", length))
@@ -261,12 +259,14 @@ def cost(options: argparse.Namespace) -> None:
         p = proof.source.prefill(proof.stream[i : i + options.length])
         for name, handle in (("plain", None), ("handed", p.handle)):
             ask = Ask(name, p.prompt, 1, handle, f"cost {i} {name}")
-            times[name].append(engine.run([ask])[name].seconds)
+            got = engine.run([ask])[name]
+            times[name].append(got.seconds)
+            proof.check(f"{name}: {got.computed} computed", got.computed == (1 if handle else options.length))
     loads = [note for note in engine.notes() if note.get("tokens") == options.length - 1][1:]
-    load_ms = statistics.median(note["done_s"] for note in loads) * 1e3
+    queued_ms, load_ms = (statistics.median(note[k] for note in loads) * 1e3 for k in ("queued_s", "done_s"))
     figures = {
         **{f"first_token_{k}_ms": Figure(statistics.median(v[1:]) * 1e3, "ms") for k, v in times.items()},
-        "load_queued_ms": Figure(statistics.median(note["queued_s"] for note in loads) * 1e3, "ms"),
+        "load_queued_ms": Figure(queued_ms, "ms"),
         "load_ms": Figure(load_ms, "ms"),
         "load_us_per_token": Figure(load_ms * 1e3 / (options.length - 1), "us"),
     }

@@ -133,7 +133,7 @@ class Engine:
     """vLLM, driven step by step. Its engine core runs in another process."""
 
     def __init__(self, directory: str, trace: Path | None, **options: Any) -> None:
-        from vllm import LLM
+        from vllm import LLM, __version__
 
         connector = {"kv_transfer_config": transfer_config(trace)} if trace else {}
         arguments: dict[str, Any] = {
@@ -144,6 +144,7 @@ class Engine:
         self._trace, self._ids = trace, itertools.count()
         config = self._llm.llm_engine.vllm_config
         self.facts = {
+            "vllm": __version__,
             "model_runner": "V2" if config.use_v2_model_runner else "V1",
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
