@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from deployments.verifier_actor import VerifierActor
 from kernels.linear import CUBLAS_ENVIRONMENT
+from llm42 import config
 from llm42.config import Settings
-from llm42.fingerprint import code_hash
+from llm42.fingerprint import code_hash, source_hash
 
 NAMESPACE = "llm42"
 _DETACHED: dict[str, Any] = {
@@ -29,7 +31,8 @@ def pool_digest(settings: Settings, model_identity: str) -> str:
     """Other settings of model or verifier, other model files or other code give other names, hence new
     actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier)
-    key = json.dumps([code_hash(), model_identity, *(s.model_dump(mode="json") for s in sections)])
+    code = [code_hash(), source_hash([Path(__file__).parent, Path(config.__file__)])]
+    key = json.dumps([code, model_identity, *(s.model_dump(mode="json") for s in sections)])
     return hashlib.sha256(key.encode()).hexdigest()[:10]
 
 

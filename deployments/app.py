@@ -32,7 +32,10 @@ def build(args: dict[str, Any]) -> Application:
     Verifiers are not Serve deployments: fast-path replicas create them as named actors (verifier_pool.py).
     """
     settings = Settings.load(args)
-    tree = settings.model_dump(mode="json")
+    # how many replicas there are is not the replicas' business: scaling must not restart them
+    counts = dict.fromkeys(("ingress_replicas", "fastpath_replicas", "max_fastpath_replicas"), 1)
+    server = settings.server.model_copy(update=counts)
+    tree = settings.model_copy(update={"server": server}).model_dump(mode="json")
     drain = {"graceful_shutdown_timeout_s": settings.server.drain_s}
     options = FAST_PATH_OPTIONS | drain | _replicas(settings) | _placement(settings)
     fastpath = serve.deployment(FastPath, name="FastPath", **options)

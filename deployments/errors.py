@@ -35,6 +35,9 @@ class ModelNotFound(RequestRejected):
 class BodyTooLarge(RequestRejected):
     """The body is longer than the server reads (HTTP 413)."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="body_too_large")
+
 
 class ServiceUnavailable(LLM42Error):
     """No fast-path replica answers (HTTP 503 with Retry-After)."""
@@ -120,7 +123,8 @@ def _most_telling(found: Sequence[Any]) -> Any:
 async def on_http_exception(_: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, unreadable bodies."""
     assert isinstance(error, HTTPException)
-    return respond(error.status_code, error_object(str(error.detail), error.status_code))
+    code = "body_too_large" if error.status_code == 413 else None
+    return respond(error.status_code, error_object(str(error.detail), error.status_code, None, code))
 
 
 async def on_error(_: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from deployments.deltas import merge
 from deployments.translate import Plan
-from llm42.protocol import Delta, RequestStats, TokenLogprob
+from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold (vLLM's convention)."""
@@ -105,7 +105,11 @@ class Renderer:
         choice.deltas.append(delta)
         choice.output_tokens += len(delta.token_ids)
         choice.stats = delta.stats or choice.stats
-        self._fingerprint = delta.fingerprint or self._fingerprint
+        if delta.fingerprint is not None:
+            if self._fingerprint not in (None, delta.fingerprint):
+                # one reply, one fingerprint: it stands beside all choices
+                raise FingerprintChanged("the choices of this request met verifiers with other fingerprints")
+            self._fingerprint = delta.fingerprint
         return choice
 
     def _chat_delta(self, choice: _Choice, piece: Delta) -> dict[str, Any]:

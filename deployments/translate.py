@@ -112,6 +112,8 @@ def _base_seed(given: int | None, deterministic: bool, default: int) -> int:
 def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Prompts as token ids, each not empty and inside the vocabulary."""
     if isinstance(body, ChatBody):
+        for message in body.messages:
+            _unicode(message.name or "", "messages")  # a template may leave it out
         text = tokenizer.apply_chat_template([m.for_template() for m in body.messages])
         raw, param = [tokenizer.encode(_unicode(text, "messages"))], "messages"
     else:
@@ -133,8 +135,8 @@ def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...
 def _not_hopeless(body: GenerationBody, context: int, tokenizer: Tokenizer) -> None:
     """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
     if isinstance(body, ChatBody):
-        texts, param = [m.for_template()["content"] for m in body.messages], "messages"
-        texts = ["".join(texts)]
+        parts = [text for m in body.messages for text in m.for_template().values()]
+        texts, param = ["".join(parts)], "messages"
     else:
         assert isinstance(body, CompletionBody)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -185,15 +187,15 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
             param,
             "context_length_exceeded",
         )
-    asked = body.max_tokens
+    asked, field_name = body.max_tokens, "max_tokens"
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        asked = body.max_completion_tokens
+        asked, field_name = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked = room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
     if asked > room:
         raise RequestRejected(
             f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}.",
-            "max_tokens",
+            field_name,
             "context_length_exceeded",
         )
     if (body.min_tokens or 0) > asked:

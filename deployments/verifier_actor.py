@@ -102,6 +102,7 @@ class VerifierActor:
         """The state; asking renews the lease."""
         self._renewed = time.monotonic()
         if self._verifier is not None:
+            self._verifier.forget_idle(self._settings.verifier.idle_s)
             stats, name = self._verifier.stats(), self._verifier.fingerprint
             counters = (stats.windows, stats.queue_s, stats.waiting, stats.active)
             return VerifierStatus("ready", name, "", os.getpid(), *counters)

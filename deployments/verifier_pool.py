@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from deployments.actors import get_actor, get_or_create_supervisor
 from deployments.audit import Auditor
@@ -135,6 +135,8 @@ class VerifierPool:
             if isinstance(error.cause, LLM42Error):
                 raise error.cause from error
             raise
+        except RayError as error:  # the cluster's trouble, not the window's
+            raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
         finally:
             member.in_flight -= len(windows)
             if not answered:

@@ -103,6 +103,9 @@ class VerifierSettings(_Section):
     target_queue_s: float = Field(
         0.5, gt=0, description="queue time of windows above which less is admitted and verifiers are added"
     )
+    idle_s: float = Field(
+        120.0, gt=0, description="KV of a request that has sent no window for this long is freed"
+    )
     scale_down_s: float = Field(
         120.0, gt=0, description="a verifier is given up after its kind was idle for this long"
     )

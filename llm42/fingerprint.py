@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import deployments
 import kernels
 import llm42
 from llm42.config import Settings
@@ -50,6 +51,7 @@ CODE = (
     "tokenizer.py",
     "chat_template.py",
     "text.py",
+    "protocol.py",
     "session.py",
     "driver.py",
 )
@@ -61,10 +63,19 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+REQUEST_CODE = ("translate.py", "openai_types.py")
+"""What makes protocol requests of HTTP bodies: defaults, limits, the seeds of several choices."""
+
+
 def code_hash() -> str:
-    """Hash over the source of the kernels and of everything the canonical path runs."""
-    package = Path(llm42.__file__).parent
+    """Hash over the source of the kernels and of everything that makes an output of a request."""
+    package, service = Path(llm42.__file__).parent, Path(deployments.__file__).parent
     roots = [Path(kernels.__file__).parent if name == "kernels" else package / name for name in CODE]
+    return source_hash([*roots, *(service / name for name in REQUEST_CODE)])
+
+
+def source_hash(roots: Iterable[Path]) -> str:
+    """Hash over Python files and, of folders, all Python files in them: names and contents."""
     hashed = hashlib.sha256()
     for root in roots:
         for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
@@ -112,6 +123,7 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "code": code_hash(),
         "schedule": SCHEDULE_VERSION,
         "device": device_facts(model.device, settings.verifier.threads),
+        "python": [platform.python_implementation(), platform.python_version(), *platform.libc_ver()],
         "libraries": {name: _version(name) for name in LIBRARIES},
         "blas": digest(torch.__config__.show()),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},

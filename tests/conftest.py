@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 
-from hypothesis import settings
+import pytest
+from hypothesis import settings as hypothesis_settings
 
-from deployments.launch import prepare_environment
+from deployments.launch import Service, absolute, prepare_environment
+from llm42.config import Settings
 
 prepare_environment()
 
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
-settings.register_profile("repeatable", derandomize=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+hypothesis_settings.register_profile("repeatable", derandomize=True)
+hypothesis_settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def cluster_settings() -> Settings:
+    """The defaults, but replicas make 5 % of their candidates wrong: every run has rollbacks to survive."""
+    tree = {
+        "engine": {"threads": 1, "corrupt_share": 0.05},
+        "server": {"port": free_port(), "fastpath_replicas": 2, "max_queued": 64},
+    }
+    return absolute(Settings.load(tree))
+
+
+@pytest.fixture(scope="session")
+def service(cluster_settings: Settings) -> Iterator[Service]:
+    """The one Ray cluster of the session: the service as `llm42 serve` starts it, certified."""
+    with Service(cluster_settings) as running:
+        running.wait_deterministic()
+        yield running

@@ -66,27 +66,43 @@ def _same_rows(got: Rows, rows: Sequence[int], want: Rows, probes: Sequence[int]
 
 def check_bucket(subject: RowSubject, bucket: int, tally: Tally) -> Rows | Violation:
     """Checks (a) and (b) in steps of `bucket` rows. Returns the probes' outputs, to be compared across
-    buckets."""
+    buckets.
+
+    Every probe is computed at every row (the arrangements are the rotations of one order), and every row
+    beside companions of every content (rows drawn at random hold probes, then the others do)."""
     gen = torch.Generator(device="cpu").manual_seed(0)
     probes = subject.make(PROBES, gen)
-    order = [i % PROBES for i in range(bucket)]
-    spread = subject.run(*(p[order].clone() for p in probes))
-    found = [order.index(i) for i in range(min(PROBES, bucket))]
+    first = [i % PROBES for i in range(bucket)]
+    spread = subject.run(*(p[first].clone() for p in probes))
+    found = [first.index(i) for i in range(min(PROBES, bucket))]
     want = tuple(o[found].clone() for o in spread)
-    tally.rows += bucket
-    if not _same_rows(spread, range(bucket), want, order):
-        detail = f"{subject.shape}: equal rows of a step of {bucket} differ"
-        return Violation(subject.operator, "row position", detail)
+    for shift in range(len(found)):
+        order = [(i + shift) % PROBES % len(found) for i in range(bucket)]
+        out = subject.run(*(p[order].clone() for p in probes))
+        tally.rows += bucket
+        if not _same_rows(out, range(bucket), want, order):
+            detail = f"{subject.shape}: equal rows of a step of {bucket} differ"
+            return Violation(subject.operator, "row position", detail)
     for content, companions in _companions(subject, bucket, gen):
-        for row in sorted({0, 1 % bucket, bucket // 2, bucket - 1}):
+        for rows in _probe_rows(bucket, gen):
+            which = [int(x) for x in torch.randint(0, len(found), (len(rows),), generator=gen)]
             inputs = tuple(c.clone() for c in companions)
             for tensor, probe in zip(inputs, probes, strict=True):
-                tensor[row] = probe[0]
-            tally.rows += 1
-            if not _same_rows(subject.run(*inputs), [row], want, [0]):
-                detail = f"{subject.shape}: row {row} of {bucket} depends on companions ({content})"
+                tensor[rows] = probe[which]
+            tally.rows += len(rows)
+            if not _same_rows(subject.run(*inputs), rows, want, which):
+                named = f"row {rows[0]}" if len(rows) == 1 else f"one of {len(rows)} rows"
+                detail = f"{subject.shape}: {named} of {bucket} depends on companions ({content})"
                 return Violation(subject.operator, "companions", detail)
     return want
+
+
+def _probe_rows(bucket: int, gen: torch.Generator) -> list[list[int]]:
+    """Which rows hold probes: single ones, then a random half, then the other half."""
+    single = [[row] for row in sorted({0, 1 % bucket, bucket // 2, bucket - 1})]
+    order = torch.randperm(bucket, generator=gen).tolist()
+    halves = [sorted(order[: bucket // 2]), sorted(order[bucket // 2 :])]
+    return single + [half for half in halves if half]
 
 
 def _companions(subject: RowSubject, rows: int, gen: torch.Generator) -> Iterator[tuple[str, Rows]]:

@@ -112,7 +112,7 @@ class Verifier:
         self._store = SequenceStore(pool, runner.copy_block)
         self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
         self._max_waiting = max_waiting
-        self._inbox: queue.SimpleQueue[Job | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | str | float | None] = queue.SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._stats = VerifierStats(kv_blocks=pool.num_blocks)
@@ -171,6 +171,12 @@ class Verifier:
     def release(self, request_id: str) -> None:
         """The request is over: its private KV may go."""
         self._inbox.put(request_id)
+
+    def forget_idle(self, age_s: float) -> None:
+        """Frees what is held for requests that have sent no window for `age_s` seconds: their replica may
+        have died without a word. One that does come back is computed anew."""
+        if self._store.idle:
+            self._inbox.put(time.monotonic() - age_s)
 
     def stats(self) -> VerifierStats:
         """The counters, with the present queue and cache sizes."""
@@ -269,9 +275,11 @@ class Verifier:
         while not self._inbox.empty():
             self._receive(self._inbox.get())
 
-    def _receive(self, message: Job | str | None) -> None:
+    def _receive(self, message: Job | str | float | None) -> None:
         if isinstance(message, Job):
             self._waiting.append(message)
+        elif isinstance(message, float):
+            self._store.release_older(message)
         elif message is not None:
             self._store.release(message)
             for job in (*self._waiting, *self._active):

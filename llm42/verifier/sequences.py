@@ -8,6 +8,7 @@ sequence is *idle* and may be evicted, since everything in it can be recomputed.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     computed: int = 0
+    idle_since: float = 0.0
 
 
 class SequenceStore:
@@ -100,6 +102,11 @@ class SequenceStore:
         if sequence is not None:
             self.pool.release(sequence.blocks)
 
+    def release_older(self, moment: float) -> None:
+        """Releases every sequence that has been idle since before `moment` (time.monotonic)."""
+        for request_id in [r for r, s in self._idle.items() if s.idle_since < moment]:
+            self.release(request_id)
+
     def _from_cache(self, window: Window) -> Sequence:
         blocks, keys = self.pool.match(window.tokens[:-1])
         covered = len(blocks) * self.pool.block_size
@@ -107,6 +114,7 @@ class SequenceStore:
 
     def _keep(self, sequence: Sequence) -> None:
         self.release(sequence.request_id)  # a retried window may have left an older one
+        sequence.idle_since = time.monotonic()
         self._idle[sequence.request_id] = sequence
 
     def _cut(self, sequence: Sequence, length: int) -> None:

@@ -162,6 +162,9 @@ REFUSED = [
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
     (chat(response_format={"type": "json_object"}), 400, "response_format"),
     (chat(max_completion_tokens=0), 400, "max_completion_tokens"),
+    (chat(max_completion_tokens=LONG), 400, "max_completion_tokens"),
+    (chat(messages=[{"role": "user", "content": "x", "name": "\ud800"}]), 400, "messages"),
+    (chat(messages=[{"role": "user", "content": "x", "name": "n" * 10**6}]), 400, "messages"),
     (chat(model="gpt-5"), 404, "model"),
 ]
 
@@ -337,6 +340,25 @@ async def test_errors_before_the_first_token_have_a_status(
         shape = assert_error(reply, status, None)
         assert ("retry-after" in reply.headers) == retry
         assert "secret" not in shape["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_choices_of_one_reply_have_one_fingerprint(tokenizer: Tokenizer, stream: bool) -> None:
+    """Two verifiers' fingerprints in one reply: an error, never a reply that names only one of them."""
+
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        number = request.request_id.rsplit("-", 1)[1]
+        yield Delta((905,), " world", fingerprint=f"llm42-{number}", finish_reason=FinishReason.STOP)
+
+    async with client(tokenizer, script) as (http, _):
+        reply = await http.post("/v1/completions", json=completion(n=2, deterministic=True, stream=stream))
+        if stream:
+            assert "fingerprints" in reply.text
+            assert "verifier_unavailable" in reply.text
+        else:
+            assert reply.status_code == 503
+        same = await http.post("/v1/completions", json=completion(n=1, deterministic=True))
+        assert same.json()["system_fingerprint"] == "llm42-0"
 
 
 async def test_errors_in_a_stream_are_an_event(tokenizer: Tokenizer) -> None:

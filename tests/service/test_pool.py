@@ -224,7 +224,7 @@ async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytes
         tries.append(1)
         if len(tries) < 3:
             raise OSError("the volume is not mounted yet")
-        return SimpleNamespace(fingerprint="a", alive=True, stats=VerifierStats)
+        return SimpleNamespace(fingerprint="a", alive=True, stats=VerifierStats, forget_idle=lambda _: None)
 
     monkeypatch.setattr(verifier_actor, "RETRY_S", 0.05)
     monkeypatch.setattr(VerifierActor, "_build", build)

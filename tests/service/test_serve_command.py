@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.conftest import free_port
+from tests.conftest import free_port
 
 pytestmark = pytest.mark.service
 

@@ -31,6 +31,7 @@ from llm42.verifier.plants import PLANTS
 CAUGHT_AS = {
     "row-position": "linear",
     "row-count": "linear",
+    "row-residue": "linear",
     "one-ulp": "rms_norm",
     "attention-split": "attention",
     "attention-tile": "attention",
@@ -255,12 +256,18 @@ class TestFingerprint:
         for name in ("models/a.py", "verifier/b.py", *files):
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).write_text("x = 1\n")
+        service = tmp_path / "deployments"
+        service.mkdir()
+        for name in fp.REQUEST_CODE:
+            (service / name).write_text("x = 1\n")
         monkeypatch.setattr(fp.llm42, "__file__", str(package / "__init__.py"))
+        monkeypatch.setattr(fp.deployments, "__file__", str(service / "__init__.py"))
         hashes = {fp.code_hash()}
-        for name in ("models/a.py", "verifier/b.py", *files):
-            (package / name).write_text("x = 2\n")
+        changed = [package / name for name in ("models/a.py", "verifier/b.py", *files)]
+        for file in (*changed, *(service / name for name in fp.REQUEST_CODE)):
+            file.write_text("x = 2\n")
             hashes.add(fp.code_hash())
-        assert len(hashes) == 1 + 2 + len(files)
+        assert len(hashes) == 1 + 2 + len(files) + len(fp.REQUEST_CODE)
 
 
 @pytest.fixture(scope="module")

@@ -563,3 +563,19 @@ def test_a_thread_keeps_its_number_of_threads() -> None:
 
 def test_control_torch_alone_lets_another_thread_change_it() -> None:
     assert threads_after_another_thread_sets_two(torch.set_num_threads) == 2
+
+
+def test_what_is_held_for_requests_that_never_come_back_is_freed() -> None:
+    verifier, _ = verifier_of()
+    for name, tokens in (("gone", [1, 2]), ("alive", [2, 1])):
+        verifier.submit(window_of(name, tokens))
+    drain(verifier)
+    assert verifier.stats().idle_sequences == 2
+    verifier.forget_idle(60.0)
+    drain(verifier)
+    assert verifier.stats().idle_sequences == 2, "not yet"
+    verifier._store._idle["gone"].idle_since -= 61.0
+    verifier.forget_idle(60.0)
+    drain(verifier)
+    assert list(verifier._store._idle) == ["alive"]
+    verifier._pool.check()

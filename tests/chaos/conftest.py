@@ -1,0 +1,56 @@
+"""Applications of the session's cluster that may be broken: the tiny model, several of everything."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.launch import Service
+from llm42.config import Settings
+from tests.chaos.support import App
+from tests.support import Lab
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """The tiny model, its certificate and its oracle."""
+    return Lab.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def lab(tiny: Lab) -> Iterator[Lab]:
+    """The lab; whatever a test starts is closed after it."""
+    yield tiny
+    tiny.close()
+
+
+@pytest.fixture(scope="session")
+def tree(tiny: Lab) -> dict[str, Any]:
+    """Settings of the applications: wrong candidates, several replicas, short idle times."""
+    return {
+        "model": {"path": tiny.settings.model.path, "name": "tiny", "max_model_len": 768},
+        "engine": {"threads": 1, "kv_tokens": 8192, "corrupt_share": 0.02},
+        "verifier": {
+            "certificate_dir": str(Path(tiny.settings.model.path).parent),
+            "kv_tokens": 8192,
+            "idle_s": 5.0,
+            "audit_share": 0.0,
+        },
+        "session": {"verify_attempts": 12, "commit_deadline_s": 0.2},
+        "server": {"fastpath_replicas": 2, "ingress_replicas": 2, "verifiers": 2, "drain_s": 60.0},
+    }
+
+
+@asynccontextmanager
+async def application(service: Service, name: str, tree: dict[str, Any]) -> AsyncIterator[App]:
+    """An application under a route of its own, ready for deterministic requests; deleted afterwards."""
+    app = App(service, name, Settings.load(tree))
+    await app.deploy()
+    try:
+        yield app
+    finally:
+        await app.delete()

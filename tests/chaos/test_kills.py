@@ -1,0 +1,125 @@
+"""Processes of every role are killed with SIGKILL in the middle of streams: no client can tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from deployments.actors import get_actor, supervisor_name
+from deployments.launch import Service
+from llm42.protocol import Request
+from tests.chaos.conftest import application
+from tests.chaos.support import App, Outcome, best_effort, deterministic, kill, oracle
+from tests.support import Lab
+
+pytestmark = [pytest.mark.service, pytest.mark.slow]
+STREAMS, NOISE, AT_ONCE = 40, 10, 20
+FASTPATH, INGRESS = "ray::ServeReplica:{name}:FastPath", "ray::ServeReplica:{name}:Ingress"
+
+
+@pytest.fixture(scope="module")
+async def app(service: Service, tree: dict[str, Any]) -> AsyncIterator[App]:
+    async with application(service, "chaos", tree) as made:
+        yield made
+
+
+async def kill_one_verifier(app: App) -> None:
+    kill((await app.verifier_pids())[:1])
+
+
+async def kill_all_verifiers(app: App) -> None:
+    kill(await app.verifier_pids())
+
+
+async def kill_a_replica(app: App) -> None:
+    kill(app.pids(FASTPATH)[:1])
+
+
+async def kill_the_supervisor(app: App) -> None:
+    membership = await get_actor(supervisor_name(app.settings, app.identity)).membership.remote()
+    kill([membership.pid])
+
+
+async def kill_an_ingress(app: App) -> None:
+    kill(app.pids(INGRESS)[:1])
+
+
+async def burst(app: App, action: Any) -> tuple[list[tuple[Request, Outcome]], list[Outcome]]:
+    """Streams of both kinds, and `action` once the first of them are under way."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(request: Request) -> Outcome:
+        async with gate:
+            return await app.stream(request)
+
+    requests = [deterministic(i) for i in range(STREAMS)]
+    noise = [asyncio.create_task(app.stream(best_effort(i, 400))) for i in range(NOISE)]
+    streams = [asyncio.create_task(one(r)) for r in requests]
+    await asyncio.sleep(1.5)
+    assert not all(n.done() for n in noise), "the streams are over before anything is killed"
+    await action(app)
+    outcomes = await asyncio.gather(*streams)
+    return list(zip(requests, outcomes, strict=True)), list(await asyncio.gather(*noise))
+
+
+def wrong(lab: Lab, found: list[tuple[Request, Outcome]], cut_allowed: bool) -> list[str]:
+    """Deterministic streams that are not the oracle's, bit for bit, to the end."""
+    problems = []
+    for request, got in found:
+        tokens, logprobs = oracle(lab, request)
+        if got.cut and cut_allowed:
+            if got.tokens != tokens[: len(got.tokens)]:
+                problems.append(f"{request.request_id}: wrong before the cut")
+        elif (got.tokens, got.logprobs, got.finish) != (tokens, logprobs, "length"):
+            problems.append(f"{request.request_id}: {len(got.tokens)} tokens, {got}"[:300])
+    return problems
+
+
+@pytest.mark.parametrize(
+    "action", [kill_one_verifier, kill_all_verifiers, kill_the_supervisor, kill_a_replica, kill_an_ingress]
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_stream_ends_with_the_oracles_tokens(app: App, lab: Lab, action: Any) -> None:
+    found, noise = await burst(app, action)
+    assert wrong(lab, found, cut_allowed=action is kill_an_ingress) == []
+    if action in (kill_one_verifier, kill_all_verifiers, kill_the_supervisor):
+        assert all(n.finish == "length" and len(n.tokens) == 400 for n in noise), "best-effort lost something"
+    elif action is kill_a_replica:
+        assert sum(g.failovers for _, g in found) > 0, "no stream was on the replica that was killed"
+        ended = [n for n in noise if n.finish == "length"]
+        cut = [n for n in noise if n.error]
+        assert len(ended) + len(cut) == len(noise), "a best-effort stream ends whole or with an error event"
+    await nothing_is_left(app)
+
+
+async def nothing_is_left(app: App) -> None:
+    """No slot, KV block or queue entry is held once the streams are over; every role is there again."""
+    await app.until(lambda h: h["deterministic"] and h["running"] == h["waiting"] == h["kv_used"] == 0, 90.0)
+    for _ in range(100):
+        stats = [await get_actor(name).stats.remote() for name in app.verifier_names()]
+        if all(s and s["kv_held_blocks"] == s["active"] == s["waiting"] == 0 for s in stats):
+            break
+        await asyncio.sleep(0.2)
+    else:
+        pytest.fail(f"a verifier holds something: {stats}")
+    assert len(app.pids(FASTPATH)) == 2
+    assert len(app.pids(INGRESS)) == 2
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_comparison_sees_one_wrong_bit(app: App, lab: Lab) -> None:
+    """Negative control: what the tests above would say of a last bit, a repeat and a gap."""
+    request = deterministic(0)
+    good = await app.stream(request)
+    assert wrong(lab, [(request, good)], False) == []
+    bit = (*good.logprobs[:-1], good.logprobs[-1] * (1 + 2**-52))
+    for bad in (
+        Outcome(good.tokens, bit, "length"),
+        Outcome((*good.tokens[:8], *good.tokens[7:]), good.logprobs, "length"),
+        Outcome(good.tokens[1:], good.logprobs[1:], "length"),
+        Outcome(good.tokens[:-1], good.logprobs[:-1], None, cut=True),
+    ):
+        assert wrong(lab, [(request, bad)], False)
