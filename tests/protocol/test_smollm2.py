@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,12 +23,14 @@ from llm42.session import Action, Emit, Session
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
+from tests.support import ENGINES, AnyEngine, VllmPool
 
 TOKENS = 28
 PROMPTS = ("Why is the sky blue?", "Explain recursion to a ten-year-old.", "Write a haiku about winter.")
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
+MakeEngine = Callable[[float], AnyEngine]
 
 
 @dataclass
@@ -80,11 +82,27 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     judge.close()
 
 
+@pytest.fixture(params=ENGINES)
+def make_engine(request: pytest.FixtureRequest, lab: Lab) -> Iterator[MakeEngine]:
+    """Fast paths by the share of their candidates that is made wrong."""
+    started: list[TorchEngine] = []
+    pool: VllmPool | None = None if request.param == "torch" else request.getfixturevalue("vllm_pool")
+
+    def make(corrupt: float) -> AnyEngine:
+        if pool is not None:  # in float32: vLLM's bfloat16 products on CPU are several times slower
+            return pool.get(lab.settings, corrupt, dtype="float32", max_num_batched_tokens=256)
+        started.append(TorchEngine(lab.model, EngineSettings(threads=1, corrupt_share=corrupt)).start())
+        return started[-1]
+
+    yield make
+    for engine in started:
+        engine.close()
+
+
 def answers(
-    lab: Lab, sampling: SamplingParams, load: int, corrupt: float = 0.0, client: LocalVerifier | None = None
+    lab: Lab, engine: AnyEngine, sampling: SamplingParams, load: int, client: LocalVerifier | None = None
 ) -> tuple[list[Answer], list[RequestStats]]:
     """Every prompt at once among `load` best-effort streams."""
-    engine = TorchEngine(lab.model, EngineSettings(threads=1, corrupt_share=corrupt)).start()
     generator = Generator(engine, lab.tokenizer, lab.settings, client or LocalVerifier(lab.verifier))
     rng = random.Random(load)
 
@@ -113,10 +131,7 @@ def answers(
         await asyncio.gather(*others, return_exceptions=True)
         return done
 
-    try:
-        results = asyncio.run(run())
-    finally:
-        engine.close()
+    results = asyncio.run(run())
     return [a for a, _ in results], [s for _, s in results]
 
 
@@ -127,16 +142,20 @@ def differing(lab: Lab, got: Sequence[Answer], sampling: SamplingParams) -> int:
 
 @pytest.mark.parametrize("load", [0, 5, 16])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_equals_the_oracle_at_every_load(lab: Lab, sampling: SamplingParams, load: int) -> None:
-    got, stats = answers(lab, sampling, load)
+def test_equals_the_oracle_at_every_load(
+    lab: Lab, make_engine: MakeEngine, sampling: SamplingParams, load: int
+) -> None:
+    got, stats = answers(lab, make_engine(0.0), sampling, load)
     assert differing(lab, got, sampling) == 0
     assert all(s.windows >= 1 and s.verified_tokens >= len(a[0]) for a, s in zip(got, stats, strict=True))
 
 
 @pytest.mark.parametrize("share", [0.1, 1.0])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_a_corrupt_fast_path_changes_nothing(lab: Lab, sampling: SamplingParams, share: float) -> None:
-    got, stats = answers(lab, sampling, 2, corrupt=share)
+def test_a_corrupt_fast_path_changes_nothing(
+    lab: Lab, make_engine: MakeEngine, sampling: SamplingParams, share: float
+) -> None:
+    got, stats = answers(lab, make_engine(share), sampling, 2)
     assert differing(lab, got, sampling) == 0
     assert sum(s.rollbacks for s in stats) > 0
     assert all(s.rollbacks == s.windows for s in stats) or share < 1
@@ -159,8 +178,8 @@ class AcceptsEverything(LocalVerifier):
         ]
 
 
-def test_control_a_verifier_that_accepts_everything_is_noticed(lab: Lab) -> None:
-    got, _ = answers(lab, GREEDY, 2, corrupt=0.3, client=AcceptsEverything(lab.verifier))
+def test_control_a_verifier_that_accepts_everything_is_noticed(lab: Lab, make_engine: MakeEngine) -> None:
+    got, _ = answers(lab, make_engine(0.3), GREEDY, 2, AcceptsEverything(lab.verifier))
     assert differing(lab, got, GREEDY) > 0
 
 
@@ -177,9 +196,9 @@ class ReleasesBeforeCommit(Session):
 
 
 def test_control_a_session_that_releases_before_commit_is_noticed(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "Session", ReleasesBeforeCommit)
-    got, _ = answers(lab, GREEDY, 2, corrupt=0.3)
+    got, _ = answers(lab, make_engine(0.3), GREEDY, 2)
     tokens = [a for a, _ in got]
     assert tokens != [lab.oracle(p, GREEDY)[0] for p in PROMPTS]
