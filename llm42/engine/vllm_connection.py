@@ -105,6 +105,7 @@ def connect(settings: Settings) -> Connection:
     version = check_installed()
     # our process has threads already: a forked engine process could inherit a lock that nobody will release
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # as Ray's: nothing is reported unless asked for
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import tokens_input

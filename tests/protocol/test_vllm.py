@@ -1,0 +1,159 @@
+"""What only vLLM can show: its own sampler, agreement through our logits processor, the bound, its death."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from llm42.config import Settings
+from llm42.embedded import Embedded
+from llm42.engine.base import EngineOutput
+from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm_connection import EngineUnavailable
+from llm42.engine.vllm_sampling import token_logprobs
+from llm42.protocol import Overloaded, Request, SamplingParams
+from tests.support import (
+    PENALISED,
+    SAMPLED,
+    Answer,
+    Lab,
+    VllmPool,
+    collect,
+    differences,
+    request_of,
+    vllm_settings,
+    wait_until,
+)
+
+pytestmark = pytest.mark.vllm
+GREEDY = SamplingParams()
+
+
+@pytest.fixture
+def lab(tiny_vllm: Lab) -> Iterator[Lab]:
+    yield tiny_vllm
+    tiny_vllm.close()
+
+
+async def direct(engine: VllmEngine, request: Request) -> tuple[list[int], list[Any]]:
+    """vLLM's own stream for a greedy request, with no adapter between."""
+    connection = engine._connection
+    assert connection is not None
+    arguments = {"temperature": 0.0, "max_tokens": request.max_tokens, "ignore_eos": True, "logprobs": 2}
+    tokens: list[int] = []
+    positions: list[Any] = []
+
+    async def consume() -> None:
+        async for output in connection.generate("direct", request.prompt, arguments, 0):
+            tokens.extend(output.outputs[0].token_ids)
+            positions.extend(output.outputs[0].logprobs)
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(consume(), engine._loop))
+    return tokens, positions
+
+
+def test_best_effort_output_is_vllms_own(lab: Lab) -> None:
+    engine = lab.engine()
+    request = replace(request_of("best", 3, sampling=GREEDY, max_tokens=60), deterministic=False)
+    answer = asyncio.run(collect(lab.generator(engine, None), request))
+    tokens, positions = asyncio.run(direct(engine, request))
+    assert answer.tokens == tuple(tokens)
+    assert answer.logprobs == token_logprobs(tokens, positions, 2)
+    assert len({x.logprob for x in answer.logprobs}) > 30
+    assert all(len(x.top) == 2 and x.top[0][1] >= x.top[1][1] for x in answer.logprobs)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_best_effort_requests_end_at_their_stop_token_or_length(lab: Lab, stop: bool) -> None:
+    generator = lab.generator(lab.engine(), None)
+    free = replace(request_of("free", 5, sampling=GREEDY, max_tokens=30), deterministic=False)
+    tokens = asyncio.run(collect(generator, free)).tokens
+    at = next(i for i in range(5, 30) if tokens[i] not in tokens[:i])
+    ids = (tokens[at],) if stop else ()
+    answer = asyncio.run(collect(generator, replace(free, request_id="again", stop_token_ids=ids)))
+    assert (len(answer.tokens), answer.finish) == ((at + 1, "stop") if stop else (30, "length"))
+
+
+def rollbacks(lab: Lab, sampling: SamplingParams, **vllm: Any) -> int:
+    """Rollbacks of four requests with this sampling."""
+    assert lab.vllm is not None
+    engine = lab.vllm.get(lab.settings, dtype="float32", **vllm)
+    generator = lab.generator(engine, lab.verifier().start())
+    requests = [request_of(f"r{i}", i, sampling=sampling) for i in range(4)]
+
+    async def everyone() -> list[Answer]:
+        return list(await asyncio.gather(*(collect(generator, r) for r in requests)))
+
+    answers = asyncio.run(everyone())
+    assert [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))] == []
+    return sum(a.stats.rollbacks for a in answers)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, PENALISED], ids=["sampled", "penalised"])
+def test_the_logits_processor_makes_candidates_agree(lab: Lab, sampling: SamplingParams) -> None:
+    agreeing = rollbacks(lab, sampling, sampled_agreement=True)
+    guessing = rollbacks(lab, sampling)
+    print(f"{agreeing} rollbacks with the canonical draw, {guessing} with the argmax, of 192 tokens")
+    assert 4 * agreeing < guessing
+
+
+def test_a_held_request_takes_no_place_and_nothing_goes_beyond_the_bound(lab: Lab) -> None:
+    engine, got = lab.engine(), list[EngineOutput]()
+    request = request_of("held", 4, sampling=GREEDY, max_tokens=200)
+    engine.submit(request, got.append, 24)
+    assert wait_until(lambda: sum(len(o.tokens) for o in got) == 24, 30)
+    assert wait_until(lambda: engine.load().running == engine.load().kv_used == 0, 5)
+    best = replace(request_of("best", 5, sampling=GREEDY, max_tokens=60), deterministic=False)
+    assert len(asyncio.run(collect(lab.generator(engine, None), best)).tokens) == 60
+    assert sum(len(o.tokens) for o in got) == 24
+    engine.extend("held", 40)
+    assert wait_until(lambda: sum(len(o.tokens) for o in got) == 40, 30)
+    assert [o.start for o in got] == [sum(len(x.tokens) for x in got[:i]) for i in range(len(got))]
+    engine.abort("held")
+
+
+def test_a_dead_engine_process_ends_requests_with_an_error(lab: Lab) -> None:
+    assert lab.vllm is not None
+    lab.vllm.close()  # its processes are then the only ones
+    engine = lab.vllm.get(lab.settings)
+    got: list[EngineOutput] = []
+    held, long = (request_of(n, 4, sampling=GREEDY, max_tokens=700) for n in ("held", "long"))
+    engine.submit(held, got.append, 4)
+    engine.submit(replace(long, deterministic=False), got.append, 700)
+    assert wait_until(lambda: len(got) > 10, 30)
+    (process,) = _engine_processes()
+    process.kill()
+    assert wait_until(lambda: sum(o.error is not None for o in got) == 2, 30)
+    assert not engine.alive
+    with pytest.raises(Overloaded):
+        engine.submit(request_of("late", 4), got.append, 4)
+
+
+def _engine_processes() -> list[psutil.Process]:
+    alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "EngineCore" in "".join(p.cmdline())]
+
+
+def test_an_argument_that_vllm_does_not_know_is_a_typed_error(lab: Lab) -> None:
+    engine = {"kind": "vllm", "vllm": vllm_settings(extra_args={"no_such_argument": 1})}
+    settings = Settings.load(lab.settings.model_dump(mode="json") | {"engine": engine})
+    with pytest.raises(EngineUnavailable, match="no_such_argument"):
+        VllmEngine(settings).start()
+
+
+def test_embedded_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:
+    vllm_pool.close()  # room for one more
+    engine = {"kind": "vllm", "vllm": vllm_settings()}
+    settings = Settings.load(lab.settings.model_dump(mode="json") | {"engine": engine})
+    request = request_of("embedded", 6, sampling=GREEDY)
+    with Embedded(settings) as embedded:
+        answer = asyncio.run(collect(embedded.generator, request))
+        best = replace(request, request_id="best", deterministic=False)
+        assert len(asyncio.run(collect(embedded.generator, best)).tokens) == request.max_tokens
+    assert differences(answer, lab.oracle(request)) == []
