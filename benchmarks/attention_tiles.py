@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.timing import graph_ms
 from kernels.attention import AttentionShape, Tile, TritonAttention, _upload, paged_reference
+from kernels.attention_flash import make_attention
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
 CASES = {  # name: (sequences, rows each, context before the rows)
@@ -77,7 +78,7 @@ class Work:
 
 def run(shape: AttentionShape, work: Work) -> tuple[Tensor, float, int]:
     """Output of the first layer, microseconds per layer, number of split tiles."""
-    engine = TritonAttention(shape, torch.device("cuda"))
+    engine = make_attention(shape, torch.device("cuda"))
     counts = np.array(work.count)
     offset = np.cumsum([0, *map(len, work.tables)])[:-1]
     plan = engine.planner.plan(np.cumsum(counts) - counts, counts, np.array(work.start), offset)

@@ -261,3 +261,17 @@ def demo(
 
     settings = load_settings(config)
     raise typer.Exit(run_demonstration(settings, requests, load, tokens, temperature, as_json))
+
+
+@app.command()
+def affinity(
+    config: ConfigOption = None,
+    requests: Annotated[int, typer.Option(min=1, help="prompts to answer")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="output tokens of each prompt")] = 128,
+    concurrent: Annotated[int, typer.Option(min=1, help="requests at a time")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Replays the fast path's answers through the verifier: mismatches, each of which costs a rollback."""
+    from llm42.commands import run_affinity
+
+    raise typer.Exit(run_affinity(load_settings(config), requests, tokens, concurrent, as_json))

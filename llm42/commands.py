@@ -129,3 +129,31 @@ def _print_demo(result: Any) -> None:
     out.print(f"Fingerprint {result.fingerprint}.", markup=False)
     if best.diverged == 0:
         out.print("Best-effort did not diverge in this run: try more tokens or a larger --load.")
+
+
+def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int, as_json: bool) -> int:
+    """Measures how near the fast path's bits are to the verifier's, and prints it. Returns exit code 0."""
+    from llm42.affinity import measure_affinity
+
+    with err.status("Loading the model") as status:
+        report = measure_affinity(settings, requests, tokens, concurrent, lambda what: status.update(what))
+    if as_json:
+        print(json.dumps(report.to_json()))
+        return 0
+    replay = report.replay
+    out.print(
+        f"[bold]{replay.mismatches_per_1000:.2f}[/] mismatches per 1,000 tokens ({replay.mismatches} of "
+        f"{replay.tokens}); {replay.equal_share:.1%} of the log-probabilities are equal."
+    )
+    out.print(
+        f"Fast path {report.engine}: {requests} prompts, {concurrent} at a time. Fingerprint "
+        f"{report.fingerprint}.",
+        markup=False,
+    )
+    first = report.operator
+    if first is not None:
+        where = f"{first.operator} ({first.place}), token {first.position}"
+        out.print(f"First operator that differs: {where}: {first.differing} of {first.of} elements.")
+    else:
+        out.print(f"No operator is named: {report.note}.", markup=False)
+    return 0

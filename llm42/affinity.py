@@ -1,0 +1,184 @@
+"""How near a fast path's bits are to the verifier's: the figure behind rollbacks.
+
+The fast path's own outputs are replayed through the verifier with every token before a position as the fast
+path had it (teacher forcing). A *mismatch* is a position where the verifier would have chosen another token:
+each costs a rollback. The share of equal log-probabilities moves long before mismatches vanish, so it says
+which way a change of kernels leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llm42.affinity_trace import OperatorDifference, first_difference
+from llm42.config import Settings
+from llm42.driver import Generator
+from llm42.protocol import Failure, Request, SamplingParams, VerificationFailed, Window
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.core import Verifier
+
+EQUAL = 1e-5
+"""Log-probabilities this near are equal: sums over the vocabulary in another order differ by less."""
+TRACED_TOKENS = 24
+WINDOWS_AT_ONCE = 64
+
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Output:
+    """One request as the fast path answered it."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Replay:
+    """What the verifier says to the outputs."""
+
+    tokens: int = 0
+    mismatches: int = 0
+    equal: int = 0
+    """Positions without mismatch whose log-probabilities agree to EQUAL."""
+
+    @property
+    def mismatches_per_1000(self) -> float:
+        """Mismatches per 1,000 output tokens."""
+        return 1000 * self.mismatches / max(1, self.tokens)
+
+    @property
+    def equal_share(self) -> float:
+        """Share of output tokens with equal log-probabilities."""
+        return self.equal / max(1, self.tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready, with the two figures."""
+        figures = {"mismatches_per_1000": self.mismatches_per_1000, "equal_share": self.equal_share}
+        return asdict(self) | figures
+
+
+@dataclass(slots=True)
+class AffinityReport:
+    """Outcome of `llm42 affinity`."""
+
+    engine: str
+    fingerprint: str
+    requests: int
+    concurrent: int
+    replay: Replay
+    operator: OperatorDifference | None = None
+    note: str = ""
+    """Why no operator is named."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self) | {"replay": self.replay.to_json()}
+
+
+def replay_outputs(
+    verifier: Verifier,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    sampling: SamplingParams | None = None,
+) -> Replay:
+    """Teacher-forced replay through a started verifier. Raises VerificationFailed where it cannot answer."""
+    params, found = sampling or SamplingParams(), Replay(tokens=sum(map(len, outputs)))
+    # zip by the outputs: a probe may have answered the first prompts only
+    waiting = [(i, 0) for i, output in enumerate(outputs) if output]
+    while waiting:
+        part, waiting = waiting[:WINDOWS_AT_ONCE], waiting[WINDOWS_AT_ONCE:]
+        windows = [_window(i, begin, prompts[i], outputs[i], params) for i, begin in part]
+        for (i, begin), answer in zip(part, verifier.verify(windows), strict=True):
+            if isinstance(answer, Failure):
+                raise VerificationFailed(answer.message)
+            theirs = logprobs[i][begin : begin + answer.accepted]
+            ours = [x.logprob for x in answer.logprobs[: answer.accepted]]
+            found.equal += sum(abs(a - b) <= EQUAL for a, b in zip(ours, theirs, strict=True))
+            end = begin + answer.accepted
+            if end < len(outputs[i]):
+                found.mismatches += 1
+                end += 1  # go on after the fast path's own token
+            if end < len(outputs[i]):
+                waiting.append((i, end))
+            else:
+                verifier.release(f"replay-{i}")
+    return found
+
+
+def _window(
+    index: int, begin: int, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
+) -> Window:
+    tokens = (*prompt, *output[:begin])
+    return Window(f"replay-{index}", tokens, len(prompt), tuple(output[begin:]), sampling)
+
+
+async def fast_outputs(
+    generator: Generator, prompts: Sequence[Sequence[int]], max_tokens: int, concurrent: int
+) -> list[Output]:
+    """What the fast path answers to greedy best-effort requests, `concurrent` at a time, in their order."""
+    gate = asyncio.Semaphore(concurrent)
+
+    async def one(index: int, prompt: Sequence[int]) -> Output:
+        out = Output(tuple(prompt))
+        request = Request(
+            f"affinity-{index}", out.prompt, max_tokens, SamplingParams(), False, num_logprobs=0
+        )
+        async with gate, aclosing(generator.generate(request)) as deltas:
+            async for delta in deltas:
+                out.tokens += delta.token_ids
+                out.logprobs += [x.logprob for x in delta.logprobs]
+        return out
+
+    return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
+
+
+def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """The demonstration's prompts, repeated with other endings as often as needed."""
+    from llm42.demo import PROMPTS
+
+    endings = ("", " Answer in detail.", " Keep it short and simple.", " Give an example.")
+    texts = [PROMPTS[i % len(PROMPTS)] + endings[i // len(PROMPTS) % len(endings)] for i in range(count)]
+    return [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": t}])) for t in texts]
+
+
+def measure_affinity(
+    settings: Settings,
+    requests: int = 16,
+    max_tokens: int = 128,
+    concurrent: int = 8,
+    progress: Progress = lambda _: None,
+) -> AffinityReport:
+    """Runs the configured fast path under load, replays its outputs, and compares operators where this
+    process can see them. Raises LLM42Error."""
+    from kernels.cpu import cpu_operators
+    from llm42.embedded import Embedded
+    from llm42.engine.torch_engine import TorchEngine
+
+    with Embedded(settings, True, progress) as embedded:
+        verifier = embedded.verifier
+        assert verifier is not None
+        prompts = chat_prompts(embedded.tokenizer, requests)
+        progress("Generating")
+        outputs = asyncio.run(fast_outputs(embedded.generator, prompts, max_tokens, concurrent))
+        progress("Replaying")
+        replay = replay_outputs(verifier, prompts, [o.tokens for o in outputs], [o.logprobs for o in outputs])
+        report = AffinityReport(settings.engine.kind, verifier.fingerprint, requests, concurrent, replay)
+        engine = embedded.engine
+        if not isinstance(engine, TorchEngine) or settings.model.device != "cpu":
+            report.note = "operators are compared where both sides run in this process on CPU"
+            return report
+        progress("Comparing operators")
+        sequence = (*outputs[0].prompt, *outputs[0].tokens)[: len(outputs[0].prompt) + TRACED_TOKENS]
+        report.operator = first_difference(
+            settings, engine.model, cpu_operators(), verifier.manifest, sequence, len(outputs[0].prompt),
+            concurrent,
+        )  # fmt: skip
+        if report.operator is None:
+            report.note = f"no operator differs over {len(sequence)} tokens"
+        return report
