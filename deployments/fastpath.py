@@ -51,11 +51,12 @@ class FastPath:
         return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
 
     async def generate(
-        self, request: Request, tokenizer: str | None = None
+        self, request: Request, tokenizer: str | None = None, again: bool = False
     ) -> AsyncGenerator[Delta | LLM42Error, None]:
         """Streams a request's deltas; closing or cancelling the stream aborts the request.
 
-        tokenizer: identity of the one that encoded the prompt. Typed errors are the last item instead of
+        tokenizer: identity of the one that encoded the prompt. again: for the router, which then looks for
+        room instead of a cached prefix. Typed errors are the last item instead of
         being raised: so they keep their type through Serve.
         """
         mode = "deterministic" if request.deterministic else "best_effort"
@@ -110,6 +111,7 @@ class FastPath:
             detail=self._pool.explain(),
             running=load.running,
             waiting=load.waiting,
+            queued=sum(len(c.waiting) for c in self._admission.classes.values()),
             kv_used=load.kv_used,
             kv_total=load.kv_total,
             verifier_states=tuple(x.status.state if x.status else "unreachable" for x in members),

@@ -46,6 +46,8 @@ class Status:
     detail: str = ""
     running: int = 0
     waiting: int = 0
+    queued: int = 0
+    """Requests that wait to be admitted."""
     kv_used: int = 0
     kv_total: int = 0
     verifier_states: tuple[str, ...] = field(default=())

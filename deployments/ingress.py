@@ -38,7 +38,8 @@ class RayBackend:
         """The output of one request, over as many replicas as it takes (failover.py)."""
         state = Failover(request, self._server)
         try:
-            async with aclosing(state.run(self._try)) as deltas:
+            again = lambda r: self._try(r, again=r is not request)  # noqa: E731
+            async with aclosing(state.run(again)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
@@ -46,8 +47,8 @@ class RayBackend:
                 mode = "deterministic" if request.deterministic else "best_effort"
                 self._metrics.inc(FAILOVERS, state.losses, mode=mode)
 
-    async def _try(self, request: Request) -> AsyncGenerator[Delta, None]:
-        stream = self._generate.remote(request, self._tokenizer)
+    async def _try(self, request: Request, again: bool) -> AsyncGenerator[Delta, None]:
+        stream = self._generate.remote(request, self._tokenizer, again)
         ended = False
         try:
             async for item in stream:

@@ -24,6 +24,7 @@ from llm42.config import Settings
 from llm42.protocol import LLM42Error
 
 APP_NAME = "llm42"
+METRICS_PORT = 8090
 START_TIMEOUT_S = 300.0
 OBJECT_STORE_BYTES = 256 << 20
 Say = Callable[[str], None]
@@ -69,7 +70,10 @@ def absolute(settings: Settings) -> Settings:
     where = settings.verifier.certificate_dir
     cached = None if where is None else str(Path(where).absolute())
     verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
-    return settings.model_copy(update={"model": model, "engine": engine, "verifier": verifier})
+    traces = str(Path(settings.telemetry.trace_dir).absolute())
+    telemetry = settings.telemetry.model_copy(update={"trace_dir": traces})
+    changes = {"model": model, "engine": engine, "verifier": verifier, "telemetry": telemetry}
+    return settings.model_copy(update=changes)
 
 
 def prepare_environment() -> None:
@@ -81,6 +85,7 @@ def prepare_environment() -> None:
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_metrics_report_interval_ms": "2500",
     }.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
@@ -118,6 +123,8 @@ class Service:
                 "`make run`, or by: python -m llm42.models.fetch"
             )
         require_free_port(server.host, server.port)
+        if port := self.settings.telemetry.metrics_port:
+            require_free_port("0.0.0.0", port, "telemetry.metrics_port")
         prepare_environment()
         self._say("Starting Ray")
         import ray
@@ -132,6 +139,7 @@ class Service:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
+                _metrics_export_port=self.settings.telemetry.metrics_port or None,
             )
         self._say("Loading the model into the replicas")
         serve.start(http_options={"host": server.host, "port": server.port})
@@ -155,6 +163,13 @@ class Service:
             if app and (state in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline):
                 raise LaunchFailed(f"The application is {state}: {app.message} (logs: {log_dir()})")
             time.sleep(0.2)
+
+    @property
+    def metrics_url(self) -> str:
+        """The page with the metrics of all processes, as Prometheus reads it."""
+        import ray
+
+        return f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 
     def health(self) -> dict[str, Any]:
         """What /health says, whatever its HTTP status."""
@@ -218,7 +233,16 @@ def log_dir() -> str:
     return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"
 
 
-def require_free_port(host: str, port: int) -> None:
+def default_metrics_port() -> int:
+    """The usual port of the metrics page, or 0 (any) when something listens there already."""
+    try:
+        require_free_port("0.0.0.0", METRICS_PORT)
+    except LaunchFailed:
+        return 0
+    return METRICS_PORT
+
+
+def require_free_port(host: str, port: int, option: str = "--port") -> None:
     """Raises LaunchFailed when something listens there already, before the slow part begins."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -226,5 +250,5 @@ def require_free_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise LaunchFailed(
-                f"{host}:{port} cannot be used ({error.strerror}); choose another with --port"
+                f"{host}:{port} cannot be used ({error.strerror}); choose another with {option}"
             ) from error

@@ -1,47 +1,66 @@
-"""The metric sink inside Ray: every definition of llm42.metrics through the node's metrics agent."""
+"""The metric sink inside Ray: definitions of llm42.metrics through the node's metrics agent, so that one
+scrape of a node shows all its processes.
+
+What Ray makes of histograms: the buckets are exact, the sum is an estimate from the buckets' middles. So times
+that are added up are counters of their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from llm42.metrics import CATALOGUE, Kind, Metric
+from llm42.metrics import CATALOGUE, Kind, Metric, Metrics, NullMetrics, Scope
 
 
 class RayMetrics:
-    """Series are made on first use. `in_replica` adds Serve's application, deployment and replica tags."""
+    """Series of some scopes. Inside Serve they also have application, deployment and replica as labels."""
 
-    def __init__(self, in_replica: bool) -> None:
+    def __init__(self, scopes: Iterable[Scope], in_replica: bool, **common: str) -> None:
+        """common: the values of the labels that every series of these scopes has."""
         if in_replica:
             from ray.serve import metrics as sink
         else:
             from ray.util import metrics as sink
-        self._kinds: dict[Kind, Any] = {
+        kinds = {
             Kind.COUNTER: sink.Counter,
             Kind.GAUGE: sink.Gauge,
             Kind.HISTOGRAM: sink.Histogram,
         }
-        self._known = {m.name for m in CATALOGUE}
         self._series: dict[str, Any] = {}
+        for metric in CATALOGUE:
+            if metric.scope in scopes:
+                extra = {"boundaries": list(metric.buckets)} if metric.kind is Kind.HISTOGRAM else {}
+                series = kinds[metric.kind](
+                    metric.name, description=metric.help, tag_keys=metric.label_names, **extra
+                )
+                series.set_default_tags(dict(common))
+                self._series[metric.name] = series
+                self._begin(metric)
 
-    def _at(self, metric: Metric) -> Any:
-        series = self._series.get(metric.name)
-        if series is None:
-            assert metric.name in self._known, f"{metric.name} is not in the catalogue"
-            extra = {"boundaries": list(metric.buckets)} if metric.kind is Kind.HISTOGRAM else {}
-            kind = self._kinds[metric.kind]
-            series = kind(metric.name, description=metric.help, tag_keys=metric.labels, **extra)
-            self._series[metric.name] = series
-        return series
+    def _begin(self, metric: Metric) -> None:
+        """Counters exist from the start: Prometheus takes no increase from a series that begins with 1, so
+        the first audit mismatch would go unnoticed. `inc` refuses 0, hence the call beneath it."""
+        if metric.kind is Kind.COUNTER:
+            for labels in metric.combinations():
+                self._series[metric.name]._record(0.0, tags=labels)
 
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Adds to a counter; zero is dropped, which Ray refuses."""
         if value > 0:
-            self._at(metric).inc(value, tags=labels)
+            self._series[metric.name].inc(value, tags=metric.clean(labels))
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        self._at(metric).set(value, tags=labels)
+        self._series[metric.name].set(value, tags=metric.clean(labels))
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Adds one observation to a histogram; Ray keeps none of value 0 or below."""
-        self._at(metric).observe(max(value, 1e-9), tags=labels)
+        self._series[metric.name].observe(max(value, 1e-9), tags=metric.clean(labels))
+
+
+def actor_metrics(scope: Scope, **common: str) -> Metrics:
+    """The sink of a plain actor; nothing outside of Ray."""
+    import ray
+
+    return RayMetrics([scope], in_replica=False, **common) if ray.is_initialized() else NullMetrics()

@@ -39,7 +39,7 @@ def ranks(prefix: tuple[int, ...], held: dict[str, int]) -> list[list[str]]:
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Ranks replicas by prefix affinity and load; without a request at hand, by load alone."""
+    """Ranks replicas by prefix affinity and load; calls that are no requests go to any."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -49,8 +49,11 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             return []
         by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
         request = pending_request.args[0] if pending_request and pending_request.args else None
-        if not isinstance(request, Request):
-            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        if pending_request is None or not isinstance(request, Request):
+            # a question about a replica's state: all of them in turn, not the idlest
+            return [[random.choice(candidate_replicas)]]
+        if len(pending_request.args) > 2 and pending_request.args[2]:
+            return [candidate_replicas]  # refused or lost once: wherever the queue is shortest
         held = {name: self._held(replica) for name, replica in by_name.items()}
         return [[by_name[n] for n in rank] for rank in ranks(request.prompt[:AFFINITY_TOKENS], held) if rank]
 

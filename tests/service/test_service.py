@@ -266,7 +266,7 @@ def test_a_verifier_nobody_asks_ends_itself(service: Service, settings: Settings
 
 
 async def test_beyond_the_bound_requests_are_refused(service: Service, settings: Settings) -> None:
-    """429 with Retry-After once both replicas hold max_queued requests; what was admitted is served."""
+    """429 with Retry-After once as many as may wait are waiting in both replicas; the admitted are served."""
     body = {
         "model": settings.model.name,
         "prompt": "Once",
@@ -282,7 +282,8 @@ async def test_beyond_the_bound_requests_are_refused(service: Service, settings:
                 await release.wait()
             return reply.status_code, reply.headers.get("retry-after")
 
-    total = 2 * settings.server.max_queued + 20
+    room = settings.server.max_queued + settings.engine.max_batch
+    total = 2 * room + 20
     async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as http:
         tasks = [asyncio.create_task(one(http)) for _ in range(total)]
         done: set[asyncio.Task[tuple[int, str | None]]] = set()
