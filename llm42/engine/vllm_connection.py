@@ -133,6 +133,7 @@ def connect(settings: Settings) -> Connection:
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "block_size": cache.block_size,
         "kv_tokens": kv_tokens,
+        "vocab_size": config.model_config.get_vocab_size(),
         "logits_processors": list(config.model_config.logits_processors or ()),
     }
     log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -140,7 +141,7 @@ def connect(settings: Settings) -> Connection:
     def make_params(**values: Any) -> Any:
         return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, **values)
 
-    vocab_size = config.model_config.get_vocab_size()
+    vocab_size = facts["vocab_size"]
     # on a CPU, vLLM dies of a seeded request whose prompt is computed in chunks (its generator has no offset)
     seeds = config.device_config.device_type != "cpu"
     return Connection(

@@ -1,0 +1,153 @@
+"""What the adapter costs: best-effort tokens per second through it, against an untouched AsyncLLM.
+
+    python -m benchmarks.vllm_adapter [--model 8b] [--requests 256] [--input 256] [--output 256] [--rounds 5]
+    python -m benchmarks.vllm_adapter --device cpu --model .models/smollm2/... --dtype float32 --eager \
+        --requests 16 --input 32 --output 32
+
+Both engines run at the same time with the same sizes, the untouched one with vLLM's defaults (its own
+scheduling policy, statistics and log); rounds alternate between them, so a ratio compares neighbours in time.
+The untouched one's stream is read in the cheapest way that vLLM has: token deltas, no detokenisation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import statistics
+import threading
+import time
+from typing import Any
+
+from benchmarks.report import Figure, report
+from benchmarks.vllm_setup import add_arguments, prompts_of, settings_of
+from llm42.engine.base import EngineOutput
+from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm_connection import engine_arguments, model_directory
+from llm42.protocol import Request, SamplingParams
+
+OURS = ("scheduling_policy", "disable_log_stats", "max_logprobs", "enable_prefix_caching")
+"""Arguments that the adapter sets and an untouched engine does not."""
+SAMPLING = SamplingParams(temperature=1.0)
+_numbers = itertools.count()
+
+
+class Untouched:
+    """An AsyncLLM with vLLM's defaults in an event loop of its own thread."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.llm = asyncio.run_coroutine_threadsafe(self._start(arguments), self.loop).result()
+
+    async def _start(self, arguments: dict[str, Any]) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def round(self, prompts: list[tuple[int, ...]], tokens: int) -> float:
+        """Output tokens per second of all prompts at once."""
+        return asyncio.run_coroutine_threadsafe(self._round(prompts, tokens), self.loop).result()
+
+    async def _round(self, prompts: list[tuple[int, ...]], tokens: int) -> float:
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        async def one(prompt: tuple[int, ...]) -> int:
+            params = VllmParams(
+                temperature=SAMPLING.temperature,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            got = 0
+            source = {"prompt_token_ids": list(prompt)}
+            async for output in self.llm.generate(source, params, f"untouched-{next(_numbers)}"):
+                got += len(output.outputs[0].token_ids)
+            return got
+
+        began = time.perf_counter()
+        got = await asyncio.gather(*(one(p) for p in prompts))
+        seconds = time.perf_counter() - began
+        assert got == [tokens] * len(prompts)
+        return sum(got) / seconds
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.llm.shutdown)
+
+
+def adapter_round(engine: VllmEngine, prompts: list[tuple[int, ...]], tokens: int) -> float:
+    """Output tokens per second of all prompts at once, through the adapter."""
+    left, done, counts = len(prompts), threading.Event(), [0] * len(prompts)
+
+    def sink_of(index: int) -> Any:
+        def sink(output: EngineOutput) -> None:
+            nonlocal left
+            assert output.error is None, output.error
+            counts[index] += len(output.tokens)
+            if output.finish is not None:
+                left -= 1
+                if not left:
+                    done.set()
+
+        return sink
+
+    began = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        request = Request(f"adapter-{next(_numbers)}", prompt, tokens, SAMPLING, seeded=False)
+        engine.submit(request, sink_of(index), tokens)
+    done.wait()
+    seconds = time.perf_counter() - began
+    assert counts == [tokens] * len(prompts)
+    return sum(counts) / seconds
+
+
+def measure(engine: VllmEngine, untouched: Untouched, args: argparse.Namespace, vocab: int) -> dict[str, Any]:
+    """Speeds by side; the side that begins alternates. A warm-up of each comes first."""
+    speeds: dict[str, list[float]] = {"adapter": [], "untouched": []}
+    for number in range(-1, args.rounds):
+        sides = ["adapter", "untouched"] if number % 2 else ["untouched", "adapter"]
+        for side in sides:
+            prompts = prompts_of(args.requests, args.input, vocab, seed=10 * number + len(side))
+            run = untouched.round if side == "untouched" else lambda p, n: adapter_round(engine, p, n)
+            speed = run(prompts, args.output)
+            if number >= 0:
+                speeds[side].append(round(speed, 1))
+            print(f"{'warm-up' if number < 0 else number} {side}: {speed:.1f} tok/s", flush=True)
+    return speeds
+
+
+def main() -> None:
+    """Runs everything and writes the result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--input", type=int, default=256, help="prompt tokens")
+    parser.add_argument("--output", type=int, default=256, help="output tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    settings = settings_of(args)
+    arguments = engine_arguments(settings, model_directory(settings))
+    engine = VllmEngine(settings).start()
+    try:
+        untouched = Untouched({k: v for k, v in arguments.items() if k not in OURS})
+        speeds = measure(engine, untouched, args, engine.facts["vocab_size"])
+        untouched.close()
+    finally:
+        engine.close()
+    ratios = [a / u for a, u in zip(speeds["adapter"], speeds["untouched"], strict=True)]
+    figures = {
+        "adapter_share": Figure(round(statistics.median(ratios), 4), "ratio", 0.99, "higher"),
+        "adapter_tok_s": Figure(statistics.median(speeds["adapter"]), "tokens/s", None, "higher"),
+        "untouched_tok_s": Figure(statistics.median(speeds["untouched"]), "tokens/s", None, "higher"),
+    }
+    raw = {"speeds": speeds, "ratios": ratios, "engine": engine.facts, "arguments": vars(args)}
+    print(report(args.name or f"{args.device}-vllm-adapter", figures, raw))
+
+
+if __name__ == "__main__":
+    main()
