@@ -76,8 +76,8 @@ class EventStream(Response):
 class BodyLimit:
     """Refuses request bodies over MAX_BODY_BYTES, announced or not (HTTP 413)."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, answers: errors.Errors) -> None:
+        self._app, self._answers = app, answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything else through."""
@@ -86,7 +86,7 @@ class BodyLimit:
             return
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            await errors.from_exception(errors.BodyTooLarge(_TOO_LONG))(scope, receive, send)
+            await self._answers.from_exception(errors.BodyTooLarge(_TOO_LONG))(scope, receive, send)
             return
         await self._app(scope, _counted(receive), send)
 

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from llm42.metrics import OTHER, REJECTS, Metrics
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 
 RETRY_AFTER_S = {429: 1, 503: 5}
@@ -78,35 +79,50 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     )
 
 
-def respond(status: int, body: dict[str, Any]) -> Response:
-    """The error as a response, with Retry-After where waiting helps."""
-    retry = RETRY_AFTER_S.get(status)
-    headers = {"Retry-After": str(retry)} if retry else None
-    # ASCII, because the message may quote a lone surrogate that the request held
-    return Response(json.dumps(body), status, headers, media_type="application/json")
-
-
-def from_exception(error: Exception) -> Response:
-    """The response of an exception."""
-    return respond(*describe(error))
-
-
 def sse_error(error: Exception) -> str:
     """The event that ends a stream which has already begun."""
     return f"data: {json.dumps(describe(error)[1])}\n\n"
 
 
-async def on_validation_error(_: Request, error: Exception) -> Response:
-    """FastAPI's 422 becomes a 400 that names the field."""
-    assert isinstance(error, RequestValidationError)
-    first = _most_telling(error.errors())
-    if first["type"] == "json_invalid":
-        return respond(400, error_object("The body is not valid JSON.", 400, None, "invalid_json"))
-    where = [str(part) for part in first["loc"] if part != "body"]
-    param = where[0] if where else (first.get("ctx") or {}).get("param")
-    message = first["msg"].removeprefix("Value error, ")
-    text = f"{param}: {message}" if param else message
-    return respond(400, error_object(text, 400, param, "invalid_value"))
+class Errors:
+    """Errors as responses, counted by their code."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def respond(self, status: int, body: dict[str, Any]) -> Response:
+        """The error as a response, with Retry-After where waiting helps."""
+        self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
+        retry = RETRY_AFTER_S.get(status)
+        headers = {"Retry-After": str(retry)} if retry else None
+        # ASCII, because the message may quote a lone surrogate that the request held
+        return Response(json.dumps(body), status, headers, media_type="application/json")
+
+    def from_exception(self, error: Exception) -> Response:
+        """The response of an exception: our typed errors, and 500 for the rest."""
+        return self.respond(*describe(error))
+
+    async def on_validation_error(self, _: Request, error: Exception) -> Response:
+        """FastAPI's 422 becomes a 400 that names the field."""
+        assert isinstance(error, RequestValidationError)
+        first = _most_telling(error.errors())
+        if first["type"] == "json_invalid":
+            return self.respond(400, error_object("The body is not valid JSON.", 400, None, "invalid_json"))
+        where = [str(part) for part in first["loc"] if part != "body"]
+        param = where[0] if where else (first.get("ctx") or {}).get("param")
+        message = first["msg"].removeprefix("Value error, ")
+        text = f"{param}: {message}" if param else message
+        return self.respond(400, error_object(text, 400, param, "invalid_value"))
+
+    async def on_http_exception(self, _: Request, error: Exception) -> Response:
+        """Unknown paths, wrong methods, unreadable bodies."""
+        assert isinstance(error, HTTPException)
+        code = "body_too_large" if error.status_code == 413 else None
+        return self.respond(error.status_code, error_object(str(error.detail), error.status_code, None, code))
+
+    async def on_error(self, _: Request, error: Exception) -> Response:
+        """What a handler has let through."""
+        return self.from_exception(error)
 
 
 def _most_telling(found: Sequence[Any]) -> Any:
@@ -118,15 +134,3 @@ def _most_telling(found: Sequence[Any]) -> Any:
         forms = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same)
         return first | {"msg": "Input should be " + " or ".join(forms)}
     return values[0] if values else first
-
-
-async def on_http_exception(_: Request, error: Exception) -> Response:
-    """Unknown paths, wrong methods, unreadable bodies."""
-    assert isinstance(error, HTTPException)
-    code = "body_too_large" if error.status_code == 413 else None
-    return respond(error.status_code, error_object(str(error.detail), error.status_code, None, code))
-
-
-async def on_error(_: Request, error: Exception) -> Response:
-    """Our typed errors, and 500 for the rest."""
-    return from_exception(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -17,9 +16,11 @@ from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
 from deployments.verifier_pool import VerifierPool
 from llm42 import metrics as m
-from llm42.config import Settings
+from llm42.config import Settings, engine_threads
+from llm42.logs import configure
 from llm42.protocol import Delta, LLM42Error, Request
 
+from llm42.tracing import make_tracer
 REPORT_S = 1.0
 
 
@@ -31,11 +32,22 @@ def admission_for(settings: Settings) -> Admission:
 
 
 class FastPath:
+def devices_of(settings: Settings) -> float:
+    """GPUs that a replica holds; without one, CPU threads of its engine."""
+    if settings.model.device == "cpu":
+        return engine_threads(settings.engine)
+    parallel = settings.engine.vllm.tensor_parallel_size if settings.engine.kind == "vllm" else 1
+    return parallel * settings.engine.gpus
+
+
     """Owns an engine. Its health is its own engine's: verifiers may come and go without a restart here."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
         self._settings = Settings.load(settings)
-        self._metrics = RayMetrics(in_replica=True)
+        telemetry, model = self._settings.telemetry, self._settings.model
+        configure(telemetry, "fastpath")
+        self._tracer = make_tracer(telemetry, "fastpath")
+        self._metrics = RayMetrics([m.Scope.REPLICA], in_replica=True, model=model.name)
         self._replica, self._served = serve.get_replica_context().replica_tag, 0
         self._admission = admission_for(self._settings)
         self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
@@ -48,7 +60,8 @@ class FastPath:
         from llm42.engine.build import build_engine, load_tokenizer
 
         tokenizer, engine = load_tokenizer(self._settings), build_engine(self._settings)
-        return engine, Generator(engine, tokenizer, self._settings, self._pool, self._metrics)
+        parts = (self._settings, self._pool, self._metrics, self._tracer)
+        return engine, Generator(engine, tokenizer, *parts)
 
     async def generate(
         self, request: Request, tokenizer: str | None = None, again: bool = False
@@ -59,8 +72,6 @@ class FastPath:
         room instead of a cached prefix. Typed errors are the last item instead of
         being raised: so they keep their type through Serve.
         """
-        mode = "deterministic" if request.deterministic else "best_effort"
-        began, outcome = time.monotonic(), "aborted"
         try:
             self._require_tokenizer(tokenizer)
             if request.deterministic:
@@ -68,22 +79,14 @@ class FastPath:
             async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
                 first = True
                 async for delta in deltas:
-                    if first:
-                        self._metrics.observe(m.FIRST_TOKEN, time.monotonic() - began, mode=mode)
-                        first = False
-                    self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=mode)
                     yield delta
             outcome = "finished"
             self._served += 1
         except LLM42Error as error:
             outcome = error.code
             yield error
-        finally:
-            self._metrics.inc(m.REQUESTS, mode=mode, outcome=outcome)
 
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
-        mode = "deterministic" if request.deterministic else "best_effort"
-        self._metrics.inc(m.PROMPT_TOKENS, len(request.prompt), mode=mode)
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
         if not request.deterministic:
             source = coalesce(source, self._settings.server.stream_interval_s)
@@ -122,13 +125,18 @@ class FastPath:
         if not self._engine.alive:
             raise RuntimeError("the engine's loop has ended")
 
+        preempted, devices = 0, devices_of(self._settings)
     async def _report(self) -> None:
         while True:
             load = self._engine.load()
+            self._metrics.set(m.KV_TOTAL, load.kv_total)
+            self._metrics.set(m.FASTPATH_DEVICES, devices)
+            self._metrics.inc(m.PREEMPTIONS, load.preemptions - preempted)
+            preempted = load.preemptions
             self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.WAITING, load.waiting)
             self._metrics.set(m.ADMITTED_LIMIT, self._admission.deterministic_limit)
-            for deterministic, mode in ((True, "deterministic"), (False, "best_effort")):
+            for deterministic, mode in zip((True, False), m.MODES, strict=True):
                 mine = self._admission.classes[deterministic]
                 self._metrics.set(m.RUNNING, mine.running, mode=mode)
                 self._metrics.set(m.QUEUED, len(mine.waiting), mode=mode)
@@ -136,4 +144,5 @@ class FastPath:
 
     async def __del__(self) -> None:
         self._pool.close()
+        await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._engine.close)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -25,6 +25,7 @@ from deployments.render import Renderer
 from deployments.translate import Plan, plan
 from llm42 import __version__
 from llm42.config import Settings
+from llm42.metrics import Metrics, NullMetrics
 from llm42.protocol import Delta, Request
 from llm42.tokenizer import Tokenizer
 
@@ -48,6 +49,8 @@ class Status:
     waiting: int = 0
     queued: int = 0
     """Requests that wait to be admitted."""
+    node: str = ""
+    """Ray's id of the node it runs on."""
     kv_used: int = 0
     kv_total: int = 0
     verifier_states: tuple[str, ...] = field(default=())
@@ -65,13 +68,16 @@ class Backend(Protocol):
         ...
 
 
-def create_app(settings: Settings, tokenizer: Tokenizer, backend: Backend) -> FastAPI:
-    """The application; every reply and error is in OpenAI's shape."""
+def create_app(
+    settings: Settings, tokenizer: Tokenizer, backend: Backend, metrics: Metrics | None = None
+) -> FastAPI:
+    """The application; every reply and error is in OpenAI's shape, and every error status is counted."""
     app = FastAPI(title="LLM-42", version=__version__, docs_url="/docs", redoc_url=None)
-    app.add_exception_handler(RequestValidationError, errors.on_validation_error)
-    app.add_exception_handler(HTTPException, errors.on_http_exception)
-    app.add_exception_handler(Exception, errors.on_error)
-    service = _Service(settings, tokenizer, backend)
+    answers = errors.Errors(metrics or NullMetrics())
+    app.add_exception_handler(RequestValidationError, answers.on_validation_error)
+    app.add_exception_handler(HTTPException, answers.on_http_exception)
+    app.add_exception_handler(Exception, answers.on_error)
+    service = _Service(settings, tokenizer, backend, answers)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
@@ -88,22 +94,25 @@ def create_app(settings: Settings, tokenizer: Tokenizer, backend: Backend) -> Fa
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != settings.model.name:
-            return errors.from_exception(errors.ModelNotFound(name, settings.model.name))
+            return answers.from_exception(errors.ModelNotFound(name, settings.model.name))
         return JSONResponse(service.models()["data"][0])
 
     @app.get("/health")
     async def health() -> Response:
         return await service.health()
 
-    app.add_middleware(BodyLimit)
+    app.add_middleware(BodyLimit, answers=answers)
     return app
 
 
 class _Service:
     """The handlers' logic."""
 
-    def __init__(self, settings: Settings, tokenizer: Tokenizer, backend: Backend) -> None:
+    def __init__(
+        self, settings: Settings, tokenizer: Tokenizer, backend: Backend, answers: errors.Errors
+    ) -> None:
         self._settings, self._tokenizer, self._backend = settings, tokenizer, backend
+        self._answers = answers
         self._started = int(time.time())
 
     def models(self) -> dict[str, Any]:
@@ -130,7 +139,8 @@ class _Service:
         try:
             # Templates and tokenisers take milliseconds per long prompt: other streams must not wait.
             made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer)
-            pieces = interleave([self._backend.generate(r) for r in made.requests])
+            trace = http.headers.get("traceparent", "")
+            pieces = interleave([self._backend.generate(replace(r, trace=trace)) for r in made.requests])
             renderer = Renderer(made, self._settings.model.name, self._tokenizer)
             if made.stream:
                 first = await until_disconnect(http, _first(pieces))
@@ -142,7 +152,7 @@ class _Service:
         except Exception as error:
             if errors.status_of(error) == 500:
                 log.exception("a request failed")
-            return errors.from_exception(error)
+            return self._answers.from_exception(error)
 
 
 async def _first(pieces: Pieces) -> tuple[int, Delta] | None:

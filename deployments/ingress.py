@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -16,9 +16,12 @@ from deployments.failover import Failover, ReplicaLost
 from deployments.http_app import Status, create_app
 from deployments.ray_metrics import RayMetrics
 from llm42.config import ServerSettings, Settings
-from llm42.metrics import FAILOVERS, Metrics
+from llm42.logs import configure
+from llm42.metrics import FAILOVERS, Metrics, Scope
+from llm42.observe import Observed, mode_of
 from llm42.protocol import Delta, LLM42Error, Overloaded, Request
 from llm42.tokenizer import Tokenizer
+from llm42.tracing import Tracer, make_tracer
 
 STATUS_TIMEOUT_S = 2.0
 
@@ -27,25 +30,33 @@ class RayBackend:
     """Generates through a deployment handle."""
 
     def __init__(
-        self, fastpath: DeploymentHandle, tokenizer: str, server: ServerSettings, metrics: Metrics
+        self,
+        fastpath: DeploymentHandle,
+        tokenizer: str,
+        server: ServerSettings,
+        metrics: Metrics,
+        tracer: Tracer | None = None,
+        decode: Callable[[tuple[int, ...]], str] | None = None,
     ) -> None:
         """tokenizer: the identity of the one that encodes the prompts."""
         self._tokenizer, self._server, self._metrics = tokenizer, server, metrics
+        self._tracer, self._decode = tracer, decode
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The output of one request, over as many replicas as it takes (failover.py)."""
-        state = Failover(request, self._server)
+        observed = Observed(request, self._metrics, self._tracer, self._decode)
+        asked = observed.request
+        state = Failover(asked, self._server)
         try:
-            again = lambda r: self._try(r, again=r is not request)  # noqa: E731
-            async with aclosing(state.run(again)) as deltas:
+            attempts = state.run(lambda r: self._try(r, again=r is not asked))
+            async with aclosing(observed.run(attempts)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
             if state.losses:
-                mode = "deterministic" if request.deterministic else "best_effort"
-                self._metrics.inc(FAILOVERS, state.losses, mode=mode)
+                self._metrics.inc(FAILOVERS, state.losses, mode=mode_of(request))
 
     async def _try(self, request: Request, again: bool) -> AsyncGenerator[Delta, None]:
         stream = self._generate.remote(request, self._tokenizer, again)
@@ -85,8 +96,16 @@ class Ingress:
     def __init__(self, settings: dict[str, Any], fastpath: DeploymentHandle) -> None:
         self._settings = Settings.load(settings)
         self._tokenizer = Tokenizer.load(self._settings.model.path)
+        telemetry = self._settings.telemetry
+        configure(telemetry, "ingress")
+        self._metrics = RayMetrics([Scope.INGRESS], in_replica=True, model=self._settings.model.name)
         self._backend = RayBackend(
-            fastpath, self._tokenizer.identity, self._settings.server, RayMetrics(in_replica=True)
+            fastpath,
+            self._tokenizer.identity,
+            self._settings.server,
+            self._metrics,
+            make_tracer(telemetry, "ingress"),
+            self._tokenizer.decode if telemetry.log_prompts else None,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -21,10 +21,13 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from deployments.actors import get_or_create_verifier, verifier_names
+from deployments.ray_metrics import actor_metrics
 from deployments.scaling import Scaler
 from deployments.verifier_actor import LEASE_S, VerifierStatus
+from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
+from llm42.logs import configure
 
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
@@ -92,6 +95,8 @@ class Supervisor:
         self._fingerprint: str | None = None
         self._unpinned_since: float | None = None
         self._condemned = 0
+        configure(self._settings.telemetry, "supervisor")
+        self._metrics = actor_metrics(m.Scope.SUPERVISOR, model=self._settings.model.name)
         self._task = asyncio.get_event_loop().create_task(self._run())
 
     # ---- called by replicas
@@ -109,6 +114,7 @@ class Supervisor:
             if watched.name == name and watched.actor_id == actor_id and watched.handle is not None:
                 log.error("%s is condemned: %s", name, reason)
                 self._condemned += 1
+                self._metrics.inc(m.CONDEMNED)
                 watched.condemned += 1
                 pause = CONDEMNED_PAUSE_S * 2 ** (watched.condemned - 1)
                 watched.not_before = time.monotonic() + pause
@@ -129,6 +135,7 @@ class Supervisor:
                 self._pin()
                 await self._explain_mixed()
                 self._scale()
+                self._report()
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
             await asyncio.sleep(min(WATCH_S, self._lease_s / 4))
@@ -156,6 +163,7 @@ class Supervisor:
         except ActorDiedError as error:
             log.warning("%s has died and is created again: %s", watched.name, error)
             watched.handle = watched.status = None
+            self._metrics.inc(m.VERIFIER_DEATHS)
         except Exception as error:
             log.warning("%s does not answer: %s", watched.name, error)
             watched.status = None
@@ -210,3 +218,10 @@ class Supervisor:
         for watched in self._watched[wanted:was]:
             # no longer asked for its state, it ends by its lease, after what is in flight
             watched.handle = watched.status = None
+
+    def _report(self) -> None:
+        published = [self._published(w) for w in self._wanted]
+        states = Counter(status.state if status else "unreachable" for status in published)
+        for state in m.STATE.values:
+            self._metrics.set(m.VERIFIERS, states[state], state=state)
+        self._metrics.set(m.VERIFIERS_WANTED, len(published))

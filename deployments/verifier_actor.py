@@ -9,7 +9,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from deployments.ray_metrics import actor_metrics
 from llm42.config import Settings
+from llm42.logs import configure
+from llm42.metrics import Scope
 from llm42.models.errors import ModelFileError
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
 from llm42.verifier.certify import CertificationFailed
@@ -21,6 +24,7 @@ LEASE_S = 30.0
 """An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
 application has been deleted."""
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
+REPORT_S = 1.0
 """Pause before the first and between the later tries of a start that failed."""
 
 State = Literal["starting", "ready", "failed", "mixed"]
@@ -63,6 +67,7 @@ class VerifierActor:
             try:
                 self._verifier = await asyncio.to_thread(self._build)
                 self._failure = ""
+        configure(self._settings.telemetry, "verifier")
             except CertificationFailed as error:
                 log.exception("certification failed")
                 self._failure = f"{type(error).__name__}: {error}"
@@ -73,6 +78,7 @@ class VerifierActor:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
 
+                self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
     def _build(self) -> Verifier:
         from llm42.models.load import sampled_identity
         from llm42.verifier.build import build_verifier
@@ -97,6 +103,16 @@ class VerifierActor:
         import ray
 
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+    async def _report(self, verifier: Verifier) -> None:
+        import ray
+
+        name = (ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None) or "unnamed"
+        metrics = actor_metrics(Scope.VERIFIER, model=self._settings.model.name, verifier=name)
+        report = VerifierReport(verifier, self._settings, metrics)
+        while True:
+            report.report()
+            await asyncio.sleep(REPORT_S)
+
 
     async def status(self) -> VerifierStatus:
         """The state; asking renews the lease."""

@@ -199,6 +199,59 @@ class ServerSettings(_Section):
     stream_interval_s: float = Field(0.05, ge=0, description="best-effort tokens are sent at most this often")
 
 
+class TelemetrySettings(_Section):
+    """What the service says of itself: metrics, logs, traces."""
+
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port of the metrics page of `llm42 serve`; 0: 8090, or a free one"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="json: one object a line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="from which level on; info has a line for each request"
+    )
+    log_prompts: bool = Field(False, description="whether that line has the prompt's text")
+    traces: Literal["off", "file", "otlp"] = Field(
+        "off",
+        description="OpenTelemetry spans of requests, windows and verify calls. file: JSON lines in"
+        " trace_dir; otlp: to trace_endpoint (needs llm42[otlp])",
+    )
+    trace_dir: str = Field(".cache/traces", description="where traces: file writes, a file a process")
+    trace_endpoint: str = Field(
+        "http://127.0.0.1:4318/v1/traces", description="where traces: otlp sends to (OTLP over HTTP)"
+    )
+    trace_share: float = Field(
+        1.0, ge=0, le=1, description="share of requests traced, unless the client's traceparent decides"
+    )
+
+
+class AuditSettings(_Section):
+    """Receipts and audits (docs/audits.md)."""
+
+    keys: dict[str, str] = Field(
+        default_factory=dict,
+        description="key id -> file with a secret of 16 bytes or more; receipts signed with it can be checked",
+    )
+    signing_key: str | None = Field(
+        None, description="id of the key that signs new receipts; null: they are not signed"
+    )
+    batch_tokens: int = Field(
+        4096, gt=0, description="tokens that an audit sends to a verifier in one call (at least one answer)"
+    )
+    concurrency: int = Field(
+        2, gt=0, description="such calls at a time: what an audit may take of the verifiers"
+    )
+    max_window: int = Field(
+        2048, gt=0, description="longest window of an audit, in candidates; a longer answer takes several"
+    )
+    max_records: int = Field(1000, gt=0, description="most records in one call of POST /v1/audit")
+
+    @model_validator(mode="after")
+    def _known_key(self) -> AuditSettings:
+        if self.signing_key is not None and self.signing_key not in self.keys:
+            raise ValueError(f"audit.signing_key {self.signing_key!r} is not one of audit.keys")
+        return self
+
+
 class Settings(_Section):
     """The whole tree."""
 
@@ -207,6 +260,8 @@ class Settings(_Section):
     verifier: VerifierSettings = VerifierSettings()
     session: SessionSettings = SessionSettings()
     server: ServerSettings = ServerSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    audit: AuditSettings = AuditSettings()
 
     @model_validator(mode="after")
     def _affinity(self) -> Settings:

@@ -12,29 +12,31 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput, Sink
+from llm42.prompt_scores import score_prompt
 from llm42.protocol import (
     Commit,
     Delta,
-    Failure,
     FingerprintChanged,
     FinishReason,
     LLM42Error,
-    Overloaded,
     Request,
     RequestRejected,
+    RequestStats,
     TokenLogprob,
-    VerificationFailed,
     VerifierUnavailable,
     Window,
 )
 from llm42.session import Action, Emit, Extend, Rollback, Session
 from llm42.text import OutputText
 from llm42.tokenizer import Tokenizer
+from llm42.tracing import NullTracer, Tracer
+from llm42.verify_call import VerifierClient, verify_once
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +45,6 @@ class EngineFailed(LLM42Error):
     """The fast path ended a request with an error (HTTP 500)."""
 
     code = "engine_error"
-
-
-class VerifierClient(Protocol):
-    """Where windows go. Answers come in the order of the windows."""
-
-    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
-        pure."""
-        ...
-
-    def release(self, request_id: str) -> None:
-        """The request is over: the verifier may drop what it holds for it. Returns at once, never raises."""
-        ...
 
 
 class Generator:
@@ -68,9 +57,11 @@ class Generator:
         settings: Settings,
         verifier: VerifierClient | None = None,
         metrics: m.Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.verifier = engine, tokenizer, settings, verifier
         self.metrics: m.Metrics = metrics or m.NullMetrics()
+        self.tracer: Tracer = tracer or NullTracer()
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
@@ -85,6 +76,10 @@ class Generator:
         inbox: asyncio.Queue[EngineOutput] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         try:
+            if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
+                self.engine.submit(replace(request, max_tokens=1), _into(inbox, loop), 1)
+                yield _prompt_alone(await inbox.get())
+                return
             self.engine.submit(request, _into(inbox, loop), request.max_tokens)
             finish: FinishReason | None = None
             while finish is None:
@@ -94,7 +89,9 @@ class Generator:
                 finish = output.finish
                 delta = self._delta(request, text, output.tokens, output.logprobs, finish)
                 finish = delta.finish_reason
-                yield delta
+                yield replace(
+                    delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
+                )
         finally:
             self.engine.abort(request.request_id)
 
@@ -111,9 +108,12 @@ class Generator:
             )
         drive = _Drive(self, request, text)
         try:
-            async with aclosing(drive.run()) as deltas:
-                async for delta in deltas:
-                    yield delta
+            if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
+                yield await drive.score_prompt()
+            if request.max_tokens:
+                async with aclosing(drive.run()) as deltas:
+                    async for delta in deltas:
+                        yield delta
         finally:
             drive.close()
 
@@ -147,6 +147,19 @@ class Generator:
         )
 
 
+def _prompt_alone(output: EngineOutput) -> Delta:
+    """The whole answer to a request for no tokens."""
+    if output.error is not None:
+        raise EngineFailed(output.error)
+    return Delta(
+        (),
+        "",
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=output.prompt_logprobs,
+        cached_tokens=output.cached_tokens,
+    )
+
+
 def _into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
     """A sink that hands the engine thread's outputs to a queue of the event loop."""
 
@@ -167,6 +180,9 @@ class _Drive:
         self.inbox: asyncio.Queue[EngineOutput | Commit | LLM42Error] = asyncio.Queue()
         self.verifying: asyncio.Task[None] | None = None
         self.fingerprint = request.fingerprint
+        self.counted = RequestStats()
+        self.cached_tokens: int | None = None
+        """What the engine had in its cache, until a delta has told."""
 
     def close(self) -> None:
         """Frees the engine's and the verifier's share; safe at any moment."""
@@ -175,10 +191,32 @@ class _Drive:
             self.verifying.cancel()
         assert self.owner.verifier is not None
         self.owner.verifier.release(self.request.request_id)
-        stats, metrics = self.session.stats, self.owner.metrics
-        metrics.inc(m.VERIFIED_TOKENS, stats.verified_tokens)
-        metrics.inc(m.ROLLBACKS, stats.rollbacks)
-        metrics.inc(m.ROLLED_BACK_TOKENS, stats.rolled_back_tokens)
+        self._count_progress()
+
+    def _count_progress(self) -> None:
+        """Adds what the session has counted since the last call."""
+        now, before, metrics = self.session.stats, self.counted, self.owner.metrics
+        metrics.inc(m.CANDIDATE_TOKENS, now.candidate_tokens - before.candidate_tokens)
+        metrics.inc(m.COMMITTED_TOKENS, now.verified_tokens - before.verified_tokens)
+        metrics.inc(m.ROLLBACKS, now.rollbacks - before.rollbacks)
+        metrics.inc(m.ROLLED_BACK_TOKENS, now.rolled_back_tokens - before.rolled_back_tokens)
+        self.counted = replace(now)
+
+    async def score_prompt(self) -> Delta:
+        """What the verifier says of the prompt's own tokens; all of the answer when no token is wanted."""
+        owner, stats = self.owner, self.session.stats
+        assert owner.verifier is not None
+        commit = await score_prompt(owner.verifier, self.request, self.settings, owner.tracer, stats)
+        self.fingerprint = commit.fingerprint
+        last = not self.request.max_tokens
+        return Delta(
+            (),
+            "",
+            finish_reason=FinishReason.LENGTH if last else None,
+            fingerprint=commit.fingerprint,
+            stats=stats if last else None,
+            prompt_logprobs=commit.logprobs[:-1],
+        )
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
@@ -192,6 +230,8 @@ class _Drive:
                         yield delta
                     if self.session.done:
                         return
+                if isinstance(event, Commit):
+                    self._count_progress()
             window = self.session.due(time.monotonic())
             if window is not None:
                 self.verifying = asyncio.create_task(self._verify(window))
@@ -216,9 +256,14 @@ class _Drive:
             self.fingerprint = self.fingerprint or event.fingerprint
             if event.fingerprint != self.fingerprint:
                 raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
+            if self.session.stats.windows == 1:
+                cached = min(event.timings.cached_rows, len(self.request.prompt))
+                self.session.stats.cached_prompt_tokens = cached
             return self.session.commit(event, time.monotonic())
         if event.error is not None:
             raise EngineFailed(event.error)
+        if event.cached_tokens is not None:
+            self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
 
     def _act(self, action: Action, event: EngineOutput | Commit | LLM42Error) -> Delta | None:
@@ -229,7 +274,8 @@ class _Drive:
             engine.extend(request.request_id, action.limit)
         elif isinstance(action, Emit):
             fingerprint = event.fingerprint if isinstance(event, Commit) else None
-            return self.owner._delta(
+            cached, self.cached_tokens = self.cached_tokens, None
+            delta = self.owner._delta(
                 request,
                 self.text,
                 action.tokens,
@@ -238,42 +284,38 @@ class _Drive:
                 self.session,
                 fingerprint,
             )
+            return replace(delta, cached_tokens=cached)
         return None
 
     async def _verify(self, window: Window) -> None:
         """Sends one window until it is answered; a retry is safe because verification is pure."""
-        verifier, settings, metrics = self.owner.verifier, self.settings, self.owner.metrics
+        verifier, tracer, settings = self.owner.verifier, self.owner.tracer, self.settings
         assert verifier is not None
-        began, error = time.monotonic(), LLM42Error("no attempt was made")
-        for attempt in range(settings.verify_attempts):
-            if attempt:
-                self.session.stats.verify_retries += 1
-                metrics.inc(m.VERIFY_RETRIES)
-                await asyncio.sleep(min(2.0, 0.05 * 4**attempt))
-            try:
-                (answer,) = await asyncio.wait_for(verifier.verify([window]), settings.verify_timeout_s)
-            except (VerifierUnavailable, Overloaded) as failure:
-                # Overloaded would mean "refused before any token"
-                error = VerifierUnavailable(str(failure))
-                continue
-            except TimeoutError:
-                error = VerifierUnavailable(f"no answer from the verifier in {settings.verify_timeout_s:g} s")
-                continue
-            except Exception as failure:  # a bug, but the client must hear of it
-                log.exception("verify call failed")
-                error = VerificationFailed(f"{type(failure).__name__}: {failure}")
-                break
-            if isinstance(answer, Commit):
-                self.inbox.put_nowait(answer)  # first: counting may fail, the answer must not be lost
-                self._count(window, answer, time.monotonic() - began)
-                return
-            error = VerificationFailed(answer.message)
-            error.code = answer.code
-            break
-        self.inbox.put_nowait(error)
+        began = time.monotonic()
+        span = tracer.start("window", self.request.trace, candidates=len(window.candidates))
+        answer: Commit | LLM42Error = LLM42Error("no attempt was made")
+        again = True
+        try:
+            for attempt in range(settings.verify_attempts):
+                if attempt:
+                    self.session.stats.verify_retries += 1
+                    self.owner.metrics.inc(m.VERIFY_RETRIES)
+                    await asyncio.sleep(min(2.0, 0.05 * 4**attempt))
+                answer, again = await verify_once(
+                    verifier, window, settings.verify_timeout_s, tracer, span.trace
+                )
+                if not again:
+                    break
+            self.inbox.put_nowait(answer)  # first: counting may fail, the answer must not be lost
+        finally:
+            span.end(accepted=answer.accepted if isinstance(answer, Commit) else -1)
+        if isinstance(answer, Commit):
+            self._count(window, answer, time.monotonic() - began)
 
     def _count(self, window: Window, commit: Commit, seconds: float) -> None:
-        metrics, sent = self.owner.metrics, len(window.candidates)
+        metrics = self.owner.metrics
         metrics.inc(m.WINDOWS)
-        metrics.observe(m.WINDOW_TOKENS, sent)
+        metrics.observe(m.WINDOW_TOKENS, len(window.candidates))
+        metrics.observe(m.ACCEPTED_TOKENS, commit.accepted)
         metrics.observe(m.VERIFY_SECONDS, seconds)
+        metrics.observe(m.VERIFY_QUEUE_SECONDS, commit.timings.queue_s)

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.build import build_engine, load_tokenizer
 from llm42.local import LocalVerifier
+from llm42.metrics import Metrics, NullMetrics
+from llm42.observe import Observed, VerifierReport
+from llm42.protocol import Delta, Request
+from llm42.tracing import make_tracer
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
+
+REPORT_S = 0.5
 
 
 class Embedded:
     """Loads the model once for both sides; closing it (or leaving the `with`) ends both threads."""
 
     def __init__(
-        self, settings: Settings, deterministic: bool = True, progress: Callable[[str], None] = lambda _: None
+        self,
+        settings: Settings,
+        deterministic: bool = True,
+        progress: Callable[[str], None] = lambda _: None,
+        metrics: Metrics | None = None,
     ) -> None:
         """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
+        self.metrics, self._tracer = metrics or NullMetrics(), make_tracer(settings.telemetry, "embedded")
         progress("Loading the model")
         needed = deterministic or settings.engine.kind == "torch"  # vLLM has its own copy
         loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings))
@@ -42,7 +55,16 @@ class Embedded:
                 self.verifier.close()
             raise
         client = LocalVerifier(self.verifier) if self.verifier else None
-        self.generator = Generator(self.engine, self.tokenizer, settings, client)
+        self.generator = Generator(self.engine, self.tokenizer, settings, client, self.metrics, self._tracer)
+        self._reporting = Reporting(self.verifier, settings, self.metrics) if self.verifier else None
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The generator's stream, counted as the service counts it."""
+        decode = self.tokenizer.decode if self.settings.telemetry.log_prompts else None
+        observed = Observed(request, self.metrics, self._tracer, decode)
+        async with aclosing(observed.run(self.generator.generate(observed.request))) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def __enter__(self) -> Embedded:
         return self
@@ -53,5 +75,28 @@ class Embedded:
     def close(self) -> None:
         """Ends the threads."""
         self.engine.close()
+        if self._reporting is not None:
+            self._reporting.close()
         if self.verifier is not None:
             self.verifier.close()
+        self._tracer.close()
+
+
+class Reporting:
+    """A thread that reports a verifier's counters, without an event loop to do it."""
+
+    def __init__(self, verifier: Verifier, settings: Settings, metrics: Metrics) -> None:
+        self._report = VerifierReport(verifier, settings, metrics)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="report", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(REPORT_S):
+            self._report.report()
+
+    def close(self) -> None:
+        """Ends the thread after a last report."""
+        self._ended.set()
+        self._thread.join()
+        self._report.report()

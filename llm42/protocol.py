@@ -59,6 +59,12 @@ class Request:
     """What the client has already: the request goes on after it (failover). Counts towards max_tokens."""
     fingerprint: str | None = None
     """The verifier's fingerprint that `output` was committed under; no other may go on with it."""
+    prompt_logprobs: int | None = None
+    """As num_logprobs, but for the prompt's tokens from the second on: they come with the first delta."""
+    json_schema: str | None = None
+    """The output is constrained to JSON of this schema (best effort only; the engine must be able to)."""
+    trace: str = ""
+    """W3C traceparent of the span that the request belongs to; empty: it is not traced."""
 
 
 @dataclass(frozen=True, slots=True)

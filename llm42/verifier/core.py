@@ -120,6 +120,8 @@ class Verifier:
         self._thread: threading.Thread | None = None
         self._closed = False
         self._settled = 0.0
+        self.on_step: Callable[[float], None] = lambda _: None
+        """Told how long each step took, in seconds, on the step thread; must not raise."""
 
     # ---- front, any thread
     # -------------------------------------------------------------------------------------
@@ -384,6 +386,7 @@ class Verifier:
         self._stats.rows += rows
         self._stats.padding_rows += bucket - rows
         self._stats.step_s += seconds
+        self.on_step(seconds)
 
 
 def _rows(job: Job, count: int) -> SequenceRows:

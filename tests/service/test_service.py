@@ -233,7 +233,7 @@ def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, sett
     body: Any = {"deterministic": True, "ignore_eos": True}
     client.completions.create(model=settings.model.name, prompt="Once", max_tokens=200, extra_body=body)
     port = ray.nodes()[0]["MetricsExportPort"]
-    wanted = ("llm42_verified_tokens_total", "llm42_rollbacks_total", "llm42_first_token_seconds_bucket")
+    wanted = ("llm42_committed_tokens_total", "llm42_rollbacks_total", "llm42_verify_seconds_bucket")
     deadline = time.monotonic() + 25
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:

@@ -1,0 +1,61 @@
+"""The log of a process: text or JSON lines with request ids; prompts only where the settings ask for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from llm42.config import TelemetrySettings
+
+LOGGERS = ("llm42", "deployments")
+
+
+def event(log: logging.Logger, message: str, **fields: Any) -> None:
+    """An informational line with fields."""
+    log.info(message, extra={"fields": fields})
+
+
+class _Lines(logging.Formatter):
+    """Text: time, level, logger, message, then name=value."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        text = super().format(record)
+        # quoted, so that no value can start a line of its own
+        return " ".join([text, *(f"{name}={json.dumps(value)}" for name, value in fields.items())])
+
+
+class _Json(logging.Formatter):
+    """One object a line."""
+
+    def __init__(self, component: str) -> None:
+        super().__init__()
+        self._component = component
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "component": self._component,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure(settings: TelemetrySettings, component: str, stream: TextIO | None = None) -> None:
+    """Sends what this project's loggers say to `stream` (standard error), which Ray keeps per process.
+    Calling it again replaces the former settings."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(_Json(component) if settings.log_format == "json" else _Lines(text))
+    for name in LOGGERS:
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(settings.log_level.upper())
