@@ -14,13 +14,14 @@ from deployments.deltas import coalesce
 from deployments.errors import ServiceUnavailable
 from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
+from deployments.verifier_actor import node_id
 from deployments.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings, engine_threads
 from llm42.logs import configure
 from llm42.protocol import Delta, LLM42Error, Request
-
 from llm42.tracing import make_tracer
+
 REPORT_S = 1.0
 
 
@@ -31,7 +32,6 @@ def admission_for(settings: Settings) -> Admission:
     return Admission(places, server.max_queued, server.deterministic_share, settings.verifier.target_queue_s)
 
 
-class FastPath:
 def devices_of(settings: Settings) -> float:
     """GPUs that a replica holds; without one, CPU threads of its engine."""
     if settings.model.device == "cpu":
@@ -40,6 +40,7 @@ def devices_of(settings: Settings) -> float:
     return parallel * settings.engine.gpus
 
 
+class FastPath:
     """Owns an engine. Its health is its own engine's: verifiers may come and go without a restart here."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]
@@ -77,13 +78,10 @@ def devices_of(settings: Settings) -> float:
             if request.deterministic:
                 await self._pool.require_ready()
             async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
-                first = True
                 async for delta in deltas:
                     yield delta
-            outcome = "finished"
             self._served += 1
         except LLM42Error as error:
-            outcome = error.code
             yield error
 
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
@@ -107,6 +105,7 @@ def devices_of(settings: Settings) -> float:
         return Status(
             serving=self._engine.alive,
             replica=self._replica,
+            node=node_id(),
             served=self._served,
             verifiers_ready=len(self._pool.ready),
             verifiers=len(members),
@@ -125,15 +124,15 @@ def devices_of(settings: Settings) -> float:
         if not self._engine.alive:
             raise RuntimeError("the engine's loop has ended")
 
-        preempted, devices = 0, devices_of(self._settings)
     async def _report(self) -> None:
+        preempted, devices = 0, devices_of(self._settings)
         while True:
             load = self._engine.load()
+            self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.KV_TOTAL, load.kv_total)
             self._metrics.set(m.FASTPATH_DEVICES, devices)
             self._metrics.inc(m.PREEMPTIONS, load.preemptions - preempted)
             preempted = load.preemptions
-            self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.WAITING, load.waiting)
             self._metrics.set(m.ADMITTED_LIMIT, self._admission.deterministic_limit)
             for deterministic, mode in zip((True, False), m.MODES, strict=True):
@@ -144,5 +143,5 @@ def devices_of(settings: Settings) -> float:
 
     async def __del__(self) -> None:
         self._pool.close()
-        await asyncio.to_thread(self._tracer.close)
         await asyncio.to_thread(self._engine.close)
+        await asyncio.to_thread(self._tracer.close)

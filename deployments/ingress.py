@@ -38,7 +38,7 @@ class RayBackend:
         tracer: Tracer | None = None,
         decode: Callable[[tuple[int, ...]], str] | None = None,
     ) -> None:
-        """tokenizer: the identity of the one that encodes the prompts."""
+        """tokenizer: the identity of the one that encodes the prompts. decode: where prompts are logged."""
         self._tokenizer, self._server, self._metrics = tokenizer, server, metrics
         self._tracer, self._decode = tracer, decode
         self._generate = fastpath.options(method_name="generate", stream=True)
@@ -110,4 +110,4 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the constructor has run."""
-        return create_app(self._settings, self._tokenizer, self._backend)
+        return create_app(self._settings, self._tokenizer, self._backend, self._metrics)

@@ -14,6 +14,7 @@ from llm42.config import Settings
 from llm42.logs import configure
 from llm42.metrics import Scope
 from llm42.models.errors import ModelFileError
+from llm42.observe import VerifierReport
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
 from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.core import Verifier
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 """An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
 application has been deleted."""
-RETRY_S, RETRY_MAX_S = 5.0, 60.0
 REPORT_S = 1.0
+RETRY_S, RETRY_MAX_S = 5.0, 60.0
 """Pause before the first and between the later tries of a start that failed."""
 
 State = Literal["starting", "ready", "failed", "mixed"]
@@ -44,6 +45,15 @@ class VerifierStatus:
     """Seconds that those windows waited, summed."""
     waiting: int = 0
     active: int = 0
+    node: str = ""
+    """Ray's id of the node it runs on."""
+
+
+def node_id() -> str:
+    """Ray's id of this process's node; empty outside of Ray."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 class VerifierActor:
@@ -57,6 +67,7 @@ class VerifierActor:
         self._verifier: Verifier | None = None
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
+        configure(self._settings.telemetry, "verifier")
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
 
@@ -67,7 +78,7 @@ class VerifierActor:
             try:
                 self._verifier = await asyncio.to_thread(self._build)
                 self._failure = ""
-        configure(self._settings.telemetry, "verifier")
+                self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
             except CertificationFailed as error:
                 log.exception("certification failed")
                 self._failure = f"{type(error).__name__}: {error}"
@@ -78,7 +89,6 @@ class VerifierActor:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, RETRY_MAX_S)
 
-                self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
     def _build(self) -> Verifier:
         from llm42.models.load import sampled_identity
         from llm42.verifier.build import build_verifier
@@ -93,16 +103,6 @@ class VerifierActor:
     def _certifying(self, operator: str) -> None:
         self._doing = f"certifying {operator}"
 
-    async def _expire(self) -> None:
-        while time.monotonic() - self._renewed < self._lease_s:
-            await asyncio.sleep(min(1.0, self._lease_s / 10))
-            if self._verifier is not None and not self._verifier.alive:
-                log.error("the verifier's loop has ended: the process ends, so that Ray starts it anew")
-                os._exit(1)
-        log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
-        import ray
-
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
     async def _report(self, verifier: Verifier) -> None:
         import ray
 
@@ -113,6 +113,16 @@ class VerifierActor:
             report.report()
             await asyncio.sleep(REPORT_S)
 
+    async def _expire(self) -> None:
+        while time.monotonic() - self._renewed < self._lease_s:
+            await asyncio.sleep(min(1.0, self._lease_s / 10))
+            if self._verifier is not None and not self._verifier.alive:
+                log.error("the verifier's loop has ended: the process ends, so that Ray starts it anew")
+                os._exit(1)
+        log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
+        import ray
+
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def status(self) -> VerifierStatus:
         """The state; asking renews the lease."""
@@ -120,7 +130,7 @@ class VerifierActor:
         if self._verifier is not None:
             self._verifier.forget_idle(self._settings.verifier.idle_s)
             stats, name = self._verifier.stats(), self._verifier.fingerprint
-            counters = (stats.windows, stats.queue_s, stats.waiting, stats.active)
+            counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
             return VerifierStatus("ready", name, "", os.getpid(), *counters)
         if self._failure:
             return VerifierStatus("failed", None, self._failure, os.getpid())
