@@ -260,8 +260,8 @@ class Settings(_Section):
     verifier: VerifierSettings = VerifierSettings()
     session: SessionSettings = SessionSettings()
     server: ServerSettings = ServerSettings()
-    telemetry: TelemetrySettings = TelemetrySettings()
     audit: AuditSettings = AuditSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
     def _affinity(self) -> Settings:
