@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.affinity_compiled import EXAMPLE_ROWS, INDUCTOR
 from benchmarks.affinity_flash import attend
-from benchmarks.affinity_forward import EXAMPLE_ROWS, INDUCTOR, linear
+from benchmarks.affinity_forward import linear
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import LLAMA_8B, SMALL_64, random_model
 from kernels.attention_flash import flash_shape, make_attention
