@@ -22,6 +22,8 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         finish_reason=last.finish_reason,
         fingerprint=next((d.fingerprint for d in reversed(deltas) if d.fingerprint), None),
         stats=last.stats,
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+        cached_tokens=next((d.cached_tokens for d in deltas if d.cached_tokens is not None), None),
     )
 
 

@@ -88,6 +88,8 @@ class Window:
     candidates: tuple[int, ...]
     sampling: SamplingParams
     num_logprobs: int = 0
+    score: bool = False
+    """The candidates are given, not guessed: all of them stand, each with its own log-probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class RequestStats:
     verified_tokens: int = 0
     candidate_tokens: int = 0
     verify_retries: int = 0
+    cached_prompt_tokens: int = 0
+    """Prompt tokens whose KV the verifier had in its cache when the first window came."""
     failovers: int = 0
     """How often another replica went on with the request."""
 
@@ -153,6 +157,10 @@ class Delta:
     fingerprint: str | None = None
     stats: RequestStats | None = field(default=None)
     """Set on the last delta."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """On the first delta, if asked for: of the prompt's tokens from the second on."""
+    cached_tokens: int | None = None
+    """On one of the first deltas: prompt tokens that the fast path had in its cache."""
 
 
 class LLM42Error(Exception):

@@ -50,6 +50,8 @@ class Draw:
     history: Sequence[int]
     prompt_len: int
     num_logprobs: int = 0
+    given: int | None = None
+    """The token that follows anyway (scoring): nothing is drawn, its log-probability is what is asked for."""
 
 
 StepSampler = Callable[[Tensor, Sequence[Draw]], list[Sampled]]
@@ -59,16 +61,25 @@ def sample_step(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     """Every row of a step, each by itself. logits [R, V] float32, R = len(draws)."""
     # clone: a row of its own, aligned the same way wherever it stood in the step
     return [
-        sample_row(row.clone(), d.params, d.history, d.prompt_len, d.num_logprobs)
+        sample_row(row.clone(), d.params, d.history, d.prompt_len, d.num_logprobs, d.given)
         for row, d in zip(logits, draws, strict=True)
     ]
 
 
 def sample_row(
-    logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int, num_logprobs: int = 0
+    logits: Tensor,
+    params: SamplingParams,
+    history: Sequence[int],
+    prompt_len: int,
+    num_logprobs: int = 0,
+    given: int | None = None,
 ) -> Sampled:
-    """The canonical token for position len(history). logits [V] float32; history = prompt + output so far."""
-    token = draw(logits, params, history, prompt_len)
+    """The canonical token for position len(history), or the given one. logits [V] float32; history = prompt +
+    output so far."""
+    if given is None:
+        token = draw(logits, params, history, prompt_len)
+    else:
+        token = given if math.isfinite(logits.max()) else None
     if token is None:
         return Sampled(-1, TokenLogprob(-1, float("nan")), finite=False)
     return Sampled(token, token_logprob(logits, token, num_logprobs))

@@ -25,6 +25,10 @@ class EngineOutput:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """With a best-effort request's first output, if asked for: from the prompt's second token on."""
+    cached_tokens: int | None = None
+    """With a first output: how many of the prompt's tokens were found in the engine's cache."""
 
 
 Sink = Callable[[EngineOutput], None]

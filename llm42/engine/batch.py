@@ -29,6 +29,8 @@ class Rows:
     tokens: Sequence[int]
     start: int
     table: Sequence[int]
+    every: bool = False
+    """Logits after every row are wanted, not only after the last one."""
 
 
 class BatchRunner:
@@ -40,16 +42,21 @@ class BatchRunner:
         self.attention = FusedAttention if model.device.startswith("cuda") else PlainAttention
 
     @torch.inference_mode()
-    def step(self, decode: list[Rows], prefill: list[Rows]) -> Tensor:
-        """Logits after the last row of each entry, decode first: [len(decode) + len(prefill), V] float32."""
+    def step(self, decode: list[Rows], prefill: list[Rows]) -> list[Tensor]:
+        """Per entry, decode first, the logits that it wants: [1 or its number of rows, V] float32."""
         groups, device = [*decode, *prefill], self.model.device
         tokens = torch.tensor([t for r in groups for t in r.tokens], device=device)
         places = [p for r in groups for p in range(r.start, r.start + len(r.tokens))]
         attention = self.attention(self.model, self.kv, decode, prefill)
         hidden = forward(self.model, self.ops, tokens, torch.tensor(places, device=device), attention)
-        ends = torch.tensor([len(r.tokens) for r in groups]).cumsum(0) - 1
+        picked, counts, row = list[int](), list[int](), 0
+        for r in groups:
+            counts.append(len(r.tokens) if r.every else 1)
+            row += len(r.tokens)
+            picked += range(row - counts[-1], row)
         # one copy for the whole step; each request's row is drawn on the CPU
-        return logits(self.model, self.ops, hidden[ends.to(device)]).cpu()
+        rows = logits(self.model, self.ops, hidden[torch.tensor(picked, device=device)]).cpu()
+        return list(rows.split(counts))
 
 
 class PlainAttention:

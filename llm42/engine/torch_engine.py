@@ -13,6 +13,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -46,6 +47,19 @@ class Running:
     """Waits for a rollback or an abort after an end-of-text candidate."""
     blocks: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
+    cached: int | None = None
+    """Prompt tokens found in the cache at the first admission."""
+    told: bool = False
+    """What comes with the first output has been reported."""
+    scores: list[TokenLogprob] = field(default_factory=list)
+    """Log-probabilities of prompt[1:], as far as they are computed."""
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still to be computed."""
+        request = self.request
+        wanted = request.prompt_logprobs is not None and not request.deterministic and not request.output
+        return wanted and len(self.scores) < len(request.prompt) - 1
 
     @property
     def output_len(self) -> int:
@@ -239,8 +253,10 @@ class TorchEngine:
         self._steps += 1
         for (running, chunk), logits in zip(chunks, rows, strict=True):
             running.computed += len(chunk.tokens)
+            if running.scoring:
+                self._score(running, chunk, logits)
             if running.computed == len(running.tokens):
-                self._sample(running, logits)
+                self._sample(running, logits[-1])
         return True
 
     def _receive(self) -> None:
@@ -275,13 +291,16 @@ class TorchEngine:
 
     def _admit(self, running: Running) -> bool:
         """Looks up the prompt's cached prefix; a request enters when its known tokens fit."""
-        blocks, keys = self._pool.match(running.tokens[:-1])
+        # what comes from the cache has no logits: a prompt that is scored is computed as a whole
+        blocks, keys = self._pool.match([] if running.scoring else running.tokens[:-1])
         missing = -(-(len(running.tokens) + 1) // self.settings.block_size) - len(blocks)
         if missing > self._pool.available:
             self._pool.release(blocks)
             return False
         running.blocks, running.keys = blocks, keys
         running.computed = len(blocks) * self.settings.block_size
+        if running.cached is None:
+            running.cached = min(running.computed, len(running.request.prompt))
         return True
 
     def _reserve(self, running: Running, length: int) -> bool:
@@ -308,7 +327,15 @@ class TorchEngine:
 
     def _chunk(self, running: Running, count: int) -> Rows:
         start = running.computed
-        return Rows(running.tokens[start : start + count], start, running.blocks)
+        return Rows(running.tokens[start : start + count], start, running.blocks, running.scoring)
+
+    def _score(self, running: Running, chunk: Rows, logits: torch.Tensor) -> None:
+        """Adds what a chunk says about the prompt's tokens; rows computed again after a preemption are
+        skipped."""
+        prompt, count = running.request.prompt, running.request.prompt_logprobs or 0
+        for position, row in enumerate(logits, chunk.start + 1):
+            if len(running.scores) + 1 == position < len(prompt):
+                running.scores.append(token_logprob(row, prompt[position], count))
 
     def _sample(self, running: Running, logits: torch.Tensor) -> None:
         request = running.request
@@ -354,5 +381,13 @@ class TorchEngine:
     ) -> None:
         tokens = () if token is None else (token,)
         start = running.output_len - len(tokens)
-        request_id = running.request.request_id
-        running.sink(EngineOutput(request_id, running.epoch, start, tokens, logprobs, finish, error))
+        request = running.request
+        told: dict[str, Any] = {}
+        if tokens and not running.told:
+            running.told, told = True, {"cached_tokens": running.cached}
+            if request.prompt_logprobs is not None and not request.deterministic:
+                told["prompt_logprobs"] = tuple(running.scores)
+        output = EngineOutput(
+            request.request_id, running.epoch, start, tokens, logprobs, finish, error, **told
+        )
+        running.sink(output)

@@ -63,6 +63,10 @@ class Stream:
     """Waits for a rollback or an abort after an end-of-text candidate."""
     attempt: Attempt | None = None
     attempts: int = 0
+    told: bool = False
+    """vLLM has told what comes with a first output."""
+    news: dict[str, Any] = field(default_factory=dict)
+    """What goes with the next report of tokens."""
 
 
 class VllmEngine:
@@ -253,7 +257,7 @@ class VllmEngine:
             ) as outputs:
                 async for output in outputs:
                     over = output.finished
-                    if stream.attempt is not attempt or not self._take(stream, output.outputs[0]):
+                    if stream.attempt is not attempt or not self._take(stream, output):
                         break
         except connection.dead as error:
             over = True
@@ -266,11 +270,13 @@ class VllmEngine:
             if not over:  # a request cancelled on its way in is known to its generator no more
                 await connection.abort(attempt.id)
 
-    def _take(self, stream: Stream, new: Any) -> bool:
-        """vLLM's new tokens (a CompletionOutput); False when the attempt must end here."""
+    def _take(self, stream: Stream, output: Any) -> bool:
+        """vLLM's new tokens (a RequestOutput); False when the attempt must end here."""
+        new = output.outputs[0]
         finish, tokens = finish_of(new.finish_reason), new.token_ids
         if not stream.request.deterministic:
             logprobs = token_logprobs(tokens, new.logprobs, stream.request.num_logprobs)
+            stream.news |= self._told(stream, output)
             self._report(stream, tokens, logprobs, finish)
             if finish is not None:
                 self._streams.pop(stream.request.request_id, None)
@@ -278,12 +284,24 @@ class VllmEngine:
         if finish is FinishReason.ABORT:
             raise RuntimeError("vLLM aborted the request")  # not at our word: `attempt` would be another one
         stream.surplus += tokens
+        stream.news |= self._told(stream, output)
         self._release(stream)
         if finish is None and not stream.parked and stream.count < stream.limit:
             return True
         stream.attempt = None
         self._proceed(stream)
         return False
+
+    def _told(self, stream: Stream, output: Any) -> dict[str, Any]:
+        """What goes with a request's first output: vLLM tells it there, and never again."""
+        if stream.told:
+            return {}
+        stream.told, request = True, stream.request
+        told: dict[str, Any] = {"cached_tokens": getattr(output, "num_cached_tokens", None)}
+        if request.prompt_logprobs is not None and not request.deterministic and not request.output:
+            found = (output.prompt_logprobs or [None])[1:]
+            told["prompt_logprobs"] = token_logprobs(request.prompt[1:], found, request.prompt_logprobs)
+        return told
 
     def _release(self, stream: Stream) -> None:
         """Reports surplus tokens up to the bound, or to an end token, after which the stream parks."""
@@ -326,5 +344,8 @@ class VllmEngine:
         error: str | None = None,
     ) -> None:
         start, request_id = stream.count, stream.request.request_id
+        told, stream.news = (stream.news, {}) if tokens else ({}, stream.news)
         stream.count += len(tokens)
-        stream.sink(EngineOutput(request_id, stream.epoch, start, tuple(tokens), logprobs, finish, error))
+        stream.sink(
+            EngineOutput(request_id, stream.epoch, start, tuple(tokens), logprobs, finish, error, **told)
+        )

@@ -69,6 +69,8 @@ def _own_sampler(request: Request, max_tokens: int, seeds: bool) -> dict[str, An
         "min_tokens": min(p.min_tokens, max_tokens),  # vLLM refuses more
         "logprobs": request.num_logprobs,
     }
+    if request.prompt_logprobs is not None and not request.output:
+        arguments["prompt_logprobs"] = request.prompt_logprobs
     if p.logit_bias:
         arguments["logit_bias"] = dict(p.logit_bias)
     if seeds and request.seeded and not is_greedy(p):

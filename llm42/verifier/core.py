@@ -400,4 +400,5 @@ def _rows(job: Job, count: int) -> SequenceRows:
         prompt_len=job.window.prompt_len,
         sampling=job.window.sampling,
         num_logprobs=job.window.num_logprobs,
+        score=job.window.score,
     )

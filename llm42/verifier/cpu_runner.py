@@ -12,7 +12,7 @@ from kernels.operators import Operators
 from llm42.cache import KVCache, slot_ids
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
-from llm42.sampling import Draw, Sampled, StepSampler, sample_step
+from llm42.sampling import Sampled, StepSampler, sample_step
 from llm42.verifier.plan import SequenceRows
 
 PAD_TOKEN = 0
@@ -43,8 +43,8 @@ class CPURunner:
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
         """Computes the rows of `sequences`, at most `bucket`, padded to exactly `bucket`."""
         rows = self.logits(bucket, sequences)
-        flat = self._sampler(rows, [r for s in sequences for r in _draws(s)])
-        counts = [len(_logit_positions(s)) for s in sequences]
+        flat = self._sampler(rows, [s.draw_at(p) for s in sequences for p in s.logit_positions])
+        counts = [len(s.logit_positions) for s in sequences]
         drawn = iter(flat)
         return [[next(drawn) for _ in range(count)] for count in counts]
 
@@ -76,14 +76,6 @@ class CPURunner:
         padding = bucket - rows
         token_ids = torch.tensor(tokens + [PAD_TOKEN] * padding)
         return forward(self.model, self.ops, token_ids, torch.tensor(positions + [0] * padding), attend)
-
-
-def _logit_positions(s: SequenceRows) -> range:
-    return range(max(s.start, s.first_logit), s.start + s.count)
-
-
-def _draws(s: SequenceRows) -> list[Draw]:
-    return [Draw(s.sampling, s.tokens[: p + 1], s.prompt_len, s.num_logprobs) for p in _logit_positions(s)]
 
 
 def _logit_rows(sequences: list[SequenceRows]) -> list[int]:

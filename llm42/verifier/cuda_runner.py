@@ -252,14 +252,10 @@ def _wishes(
     tops: dict[int, list[int]] = {}
     row = 0
     for s in sequences:
-        first = max(s.start, s.first_logit)
-        count = max(0, s.start + s.count - first)
-        if not is_plain(s.sampling):
+        count = len(s.logit_positions)
+        if s.score or not is_plain(s.sampling):
             general += range(row, row + count)
-            asked += [
-                Draw(s.sampling, s.tokens[: position + 1], s.prompt_len, s.num_logprobs)
-                for position in range(first, first + count)
-            ]
+            asked += [s.draw_at(position) for position in s.logit_positions]
         if s.num_logprobs > 0 and count:  # a prompt chunk has no logit rows yet
             tops.setdefault(s.num_logprobs, []).extend(range(row, row + count))
         row += count

@@ -42,7 +42,7 @@ def sample_step_device(logits: Tensor, draws: Sequence[Draw], narrowed: Restrict
     """llm42.sampling.sample_step on the device (certification, tests; a runner queues the same calls and
     waits later)."""
     stats = row_stats(logits)
-    rows = [i for i, d in enumerate(draws) if not is_plain(d.params)]
+    rows = [i for i, d in enumerate(draws) if d.given is not None or not is_plain(d.params)]
     draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed)
     tops: dict[int, tuple[tuple[int, float], ...]] = {}
     for count in {d.num_logprobs for d in draws if d.num_logprobs > 0}:
@@ -106,7 +106,11 @@ def _draw(raw: Tensor, wanted: Sequence[Draw], narrowed: Restrict) -> tuple[Tens
             _device([p.min_p for p in chosen], torch.float64, raw),
         )
     keys = noise_keys([p.seed for p in params], [len(w.history) for w in wanted], warm)
-    return gumbel_argmax(values, _device(keys, torch.int32, raw)), bad
+    token = gumbel_argmax(values, _device(keys, torch.int32, raw))
+    if any(w.given is not None for w in wanted):
+        given = _device([-1 if w.given is None else w.given for w in wanted], token.dtype, raw)
+        token = torch.where(given >= 0, given, token)
+    return token, bad
 
 
 def _is_restricted(params: SamplingParams, vocab: int) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from llm42.protocol import SamplingParams
-from llm42.sampling import Sampled
+from llm42.sampling import Draw, Sampled
 
 __all__ = ["PipelinedRunner", "Runner", "Sampled", "SequenceRows"]
 
@@ -30,6 +30,22 @@ class SequenceRows:
     prompt_len: int
     sampling: SamplingParams
     num_logprobs: int = 0
+    score: bool = False
+    """Rows that have a next token in `tokens` give that token's log-probability and draw nothing."""
+
+    @property
+    def logit_positions(self) -> range:
+        """Positions of the rows that get logits."""
+        return range(max(self.start, self.first_logit), self.start + self.count)
+
+    def draw_at(self, position: int) -> Draw:
+        """What the row at `position` asks of the sampler."""
+        if self.score and position + 1 < len(self.tokens):
+            return Draw(_NO_DRAW, (), 0, self.num_logprobs, self.tokens[position + 1])
+        return Draw(self.sampling, self.tokens[: position + 1], self.prompt_len, self.num_logprobs)
+
+
+_NO_DRAW = SamplingParams()
 
 
 class Runner(Protocol):

@@ -93,7 +93,7 @@ def test_both_attentions_agree(model: LoadedModel, broken: bool) -> None:
         table = tables[1] if broken and kind is FusedAttention else tables[0]
         decode = [Rows(rows[0][39:], 39, table)]
         chunks = [Rows(rows[1][20:], 20, tables[1]), Rows(rows[2][17:30], 17, tables[2])]
-        found.append(runner.step(decode, chunks))
+        found.append(torch.cat(runner.step(decode, chunks)))
     assert torch.allclose(*found, atol=1e-4, rtol=1e-4) != broken
 
 
