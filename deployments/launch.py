@@ -72,7 +72,15 @@ def absolute(settings: Settings) -> Settings:
     verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
     traces = str(Path(settings.telemetry.trace_dir).absolute())
     telemetry = settings.telemetry.model_copy(update={"trace_dir": traces})
-    changes = {"model": model, "engine": engine, "verifier": verifier, "telemetry": telemetry}
+    keys = {name: str(Path(file).absolute()) for name, file in settings.audit.keys.items()}
+    audit = settings.audit.model_copy(update={"keys": keys})
+    changes = {
+        "model": model,
+        "engine": engine,
+        "verifier": verifier,
+        "telemetry": telemetry,
+        "audit": audit,
+    }
     return settings.model_copy(update=changes)
 
 

@@ -1,0 +1,186 @@
+"""What an audit finds out about one stored output: pure comparisons of a claim with canonical tokens."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from llm42.audit_file import Claim
+from llm42.protocol import Commit, Request, TokenLogprob, Window
+from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
+from llm42.text import OutputText
+from llm42.tokenizer import Tokenizer
+
+
+class Verdict(StrEnum):
+    """The outcome of auditing one output."""
+
+    CONFIRMED = "confirmed"
+    DIFFERS = "differs"
+    OTHER_FINGERPRINT = "other_fingerprint"
+    BAD_SIGNATURE = "bad_signature"
+    FAILED = "failed"
+    """It could not be computed again; nothing is known."""
+    BAD_RECORD = "bad_record"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first output token whose id or log-probability is not the canonical one."""
+
+    index: int
+    recorded_token: int
+    recorded_logprob: float | None
+    """None: the record has no log-probabilities."""
+    canonical_token: int
+    canonical_logprob: float
+    recorded_token_canonical_logprob: float | None = None
+    """What the verifier gives the recorded token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome for one output."""
+
+    line: int
+    choice: int
+    id: str
+    verdict: Verdict
+    reason: str = ""
+    signature: Signature = Signature.UNSIGNED
+    regenerated: bool = False
+    """The output was generated again and compared as a whole, instead of being replayed token by token."""
+    tokens: int = 0
+    """Output tokens that were compared."""
+    rows: int = 0
+    """Positions that the verifier computed."""
+    difference: Difference | None = None
+    fields: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Manifest fields that differ: (the record's, the verifier's)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what does not apply."""
+        body = {name: value for name, value in asdict(self).items() if value not in (None, "", {}, False)}
+        return body | {"choice": self.choice, "tokens": self.tokens, "rows": self.rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """Canonical tokens from output token `start` on, as far as they are known."""
+
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+def windows_of(request: Request, output: Sequence[int], longest: int) -> list[Window]:
+    """The output as candidates after the prompt; more than one window only when it is longer than `longest`.
+
+    The last token of each is not a candidate: it is compared with the token that the verifier adds.
+    """
+    windows = []
+    for start in range(0, len(output), longest):
+        chunk = tuple(output[start : start + longest])
+        windows.append(
+            Window(
+                f"{request.request_id}-{start}",
+                (*request.prompt, *output[:start]),
+                len(request.prompt),
+                chunk[:-1],
+                request.sampling,
+            )
+        )
+    return windows
+
+
+def canonical(window: Window, commit: Commit) -> Canonical:
+    """What a commit says."""
+    return Canonical(len(window.tokens) - window.prompt_len, commit.logprobs)
+
+
+def first_difference(
+    output: Sequence[int], logprobs: Sequence[float] | None, found: Sequence[Canonical]
+) -> Difference | None:
+    """Compares ids, and the bits of the log-probabilities where the record has them."""
+    for part in found:
+        for index, entry in enumerate(part.entries, part.start):
+            recorded = None if logprobs is None else logprobs[index]
+            same = recorded is None or bits(recorded) == bits(finite(entry.logprob))
+            if entry.token != output[index] or not same:
+                return Difference(index, output[index], recorded, entry.token, finite(entry.logprob))
+    return None
+
+
+def bits(value: float) -> bytes:
+    """The IEEE 754 double: tells -0.0 from 0.0, and a last bit from another."""
+    return struct.pack("<d", value)
+
+
+def receipt_problem(receipt: Receipt, output: Sequence[int], logprobs: Sequence[float]) -> str:
+    """How canonical tokens and log-probabilities contradict a receipt; empty when they do not."""
+    if receipt.output_len != len(output):
+        return f"the receipt is for {receipt.output_len} output tokens, not {len(output)}"
+    if receipt.output_sha256 != token_hash(output):
+        return "the canonical tokens do not have the receipt's hash (output_sha256)"
+    if receipt.logprobs_sha256 != logprob_hash(logprobs):
+        return "the canonical log-probabilities do not have the receipt's hash (logprobs_sha256)"
+    return ""
+
+
+def question_problem(claim: Claim, request: Request) -> str:
+    """How the record contradicts itself about what was asked; empty when it does not."""
+    receipt = claim.receipt
+    if claim.prompt is not None and claim.prompt != request.prompt:
+        return "the stored prompt tokens are not those of the stored request"
+    if receipt is None:
+        return ""
+    if receipt.prompt_len != len(request.prompt) or receipt.prompt_sha256 != token_hash(request.prompt):
+        return "the prompt does not have the receipt's length and hash (prompt_sha256)"
+    if receipt.sampling != request.sampling:
+        return "the receipt's sampling is not that of the stored request"
+    return ""
+
+
+def text_problem(claim: Claim, request: Request, output: Sequence[int], tokenizer: Tokenizer) -> str:
+    """How canonical tokens contradict the record's text and end; empty when they do not.
+
+    Without the request, stop strings are unknown: then the text may be a beginning of the tokens' text.
+    """
+    text = OutputText(tokenizer, request.stop, request.include_stop)
+    shown, used = text.push(output)
+    shown += text.flush()
+    if claim.body is None:
+        same = claim.text is None or shown.startswith(claim.text)
+        return "" if same else "the stored text is not that of the tokens"
+    if claim.text is not None and claim.text != shown:
+        return "the stored text is not that of the tokens"
+    ended = text.stopped or output[-1] in request.stop_token_ids or len(output) == request.max_tokens
+    early = any(token in request.stop_token_ids for token in output[:-1]) or used < len(output)
+    if early or not ended:
+        return f"the output does not end where the request says: it has {len(output)} tokens"
+    return ""
+
+
+def throughput(findings: Sequence[Finding], seconds: float) -> dict[str, float]:
+    """Records, output tokens and computed positions per second."""
+    seconds = max(seconds, 1e-9)
+    tokens, rows = sum(f.tokens for f in findings), sum(f.rows for f in findings)
+    rates = {"records_s": len(findings), "tokens_s": tokens, "rows_s": rows}
+    return {name: round(value / seconds, 2) for name, value in rates.items()}
+
+
+def summary(findings: Sequence[Finding], began: float) -> dict[str, Any]:
+    """Counts by verdict and signature, and the speed since `began` (time.monotonic)."""
+    seconds = time.monotonic() - began
+    counts = {v.value: sum(f.verdict == v for f in findings) for v in Verdict}
+    signatures = {s.value: sum(f.signature == s for f in findings) for s in Signature}
+    return {
+        "records": len(findings),
+        **counts,
+        "signatures": signatures,
+        "seconds": round(seconds, 3),
+        **throughput(findings, seconds),
+    }

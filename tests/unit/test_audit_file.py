@@ -1,0 +1,148 @@
+"""Reading stored answers: four forms, and an error with its line number for whatever is none of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llm42.audit_file import AuditFileError, claims_of, parse_lines, read_records
+from llm42.fingerprint import fingerprint
+from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.receipt import Answered, make_receipt
+
+FLAT: dict[str, Any] = {
+    "id": "a",
+    "fingerprint": "llm42-x",
+    "prompt": [1, 2],
+    "output": [3, 4],
+    "logprobs": [-0.5, -1],
+    "sampling": {"temperature": 0.5, "seed": "7"},
+}
+SAMPLING = SamplingParams(temperature=0.5, seed=7)
+RECEIPT = make_receipt(
+    Answered(
+        "r",
+        "tiny",
+        0,
+        "llm42-x",
+        (1, 2),
+        SAMPLING,
+        (3, 4),
+        (TokenLogprob(3, -0.5), TokenLogprob(4, -1.0)),
+        "stop",
+    ),
+    True,
+    False,
+).to_json()
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "deterministic": True}
+REPLY: dict[str, Any] = {
+    "id": "cmpl-1",
+    "system_fingerprint": "llm42-x",
+    "choices": [{"index": 0, "text": "yo"}, {"index": 1, "text": "ho"}],
+    "llm42": {"seed": 42},
+}
+
+
+def test_a_flat_record() -> None:
+    (claim,) = claims_of(FLAT, 5)
+    assert (claim.line, claim.prompt, claim.output, claim.sampling) == (5, (1, 2), (3, 4), SAMPLING)
+    assert claim.logprobs == (-0.5, -1.0)
+
+
+def test_a_receipt_alone_and_with_ids_beside_it() -> None:
+    (alone,) = claims_of(RECEIPT, 1)
+    assert (alone.prompt, alone.output, alone.sampling) == ((1, 2), None, SAMPLING)
+    (beside,) = claims_of({"receipt": RECEIPT, "output": [3, 4], "logprobs": [-0.5, -1.0]}, 1)
+    assert beside.output == (3, 4)
+    assert beside.receipt == alone.receipt
+
+
+def test_a_stored_exchange_gives_a_claim_for_each_choice() -> None:
+    first, second = claims_of({"request": BODY, "response": REPLY}, 9)
+    assert [(c.line, c.choice, c.text) for c in (first, second)] == [(9, 0, "yo"), (9, 1, "ho")]
+    assert first.body is not None
+    assert first.body["seed"] == 42, "the seed that the reply echoes, not whatever the default is later"
+    chat = {
+        "system_fingerprint": "llm42-x",
+        "choices": [
+            {
+                "message": {"content": "yo"},
+                "token_ids": [3],
+                "prompt_token_ids": [1, 2],
+                "logprobs": {"content": [{"token": "a", "logprob": -0.5}]},
+            }
+        ],
+        "llm42": {"receipt": RECEIPT | {"output_len": 1}},
+    }
+    (claim,) = claims_of({"request": BODY, "response": chat}, 1)
+    assert (claim.text, claim.output, claim.prompt, claim.logprobs) == ("yo", (3,), (1, 2), (-0.5,))
+    assert claim.receipt is not None
+
+
+BAD: list[tuple[Any, str]] = [
+    ("{", "not JSON"),
+    ("[1]", "a record is a JSON object"),
+    ('{"a": NaN}', "NaN is not JSON"),
+    ("[" * 100_000, "not JSON"),
+    ({}, "no fingerprint"),
+    (FLAT | {"fingerprint": None}, "no fingerprint: only answers of deterministic requests"),
+    (FLAT | {"outptu": [1]}, "unknown field 'outptu'"),
+    (FLAT | {"prompt": None}, "prompt .* is missing"),
+    (FLAT | {"sampling": None}, "sampling is missing"),
+    (FLAT | {"output": None}, "no answer"),
+    (FLAT | {"output": None, "text": "x"}, "text alone"),
+    (FLAT | {"output": []}, "empty"),
+    (FLAT | {"output": [1, True]}, "output: a list of token ids"),
+    (FLAT | {"output": [1, -2]}, "not a token id"),
+    (FLAT | {"logprobs": [-1]}, "1 logprobs for 2"),
+    (FLAT | {"logprobs": ["a", "b"]}, "logprobs: a list of numbers"),
+    (FLAT | {"logprobs": [10**400, 1]}, "logprobs"),
+    (FLAT | {"prompt_len": 3}, "prompt_len is 3"),
+    (FLAT | {"text": 4}, "text: text is needed"),
+    (FLAT | {"request": {"model": "x"}}, "request"),
+    ({"receipt": {}}, "v is None"),
+    ({"receipt": RECEIPT | {"output_len": 0}}, "output_len"),
+    ({"request": BODY, "response": {}}, "response"),
+    ({"request": BODY, "response": REPLY | {"system_fingerprint": None}}, "no fingerprint"),
+    ({"request": BODY | {"echo": True}, "response": REPLY}, "echo"),
+    ({"request": BODY, "response": REPLY | {"choices": [4]}}, "choices"),
+    ({"request": BODY, "response": REPLY | {"llm42": {"receipt": RECEIPT}}}, "one receipt for each"),
+    ({"fingerprint": "llm42-no", "manifest": {"a": 1}}, "manifest: its fingerprint is"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD)
+def test_a_bad_line_is_reported_by_its_number_and_loses_nothing(line: Any, said: str) -> None:
+    text = line if isinstance(line, str) else json.dumps(line)
+    records = parse_lines([json.dumps(FLAT).encode(), b"\n", text.encode(), json.dumps(FLAT).encode()])
+    assert [c.line for c in records.claims] == [1, 4]
+    (bad,) = records.bad
+    assert bad.line == 3
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(bad.message)
+
+
+def test_bytes_that_are_no_text_and_a_byte_order_mark() -> None:
+    records = parse_lines([b"\xef\xbb\xbf" + json.dumps(FLAT).encode(), b"\xff{}"])
+    assert len(records.claims) == 1
+    assert "not UTF-8" in records.bad[0].message
+
+
+def test_a_manifest_line_explains_its_fingerprint() -> None:
+    manifest = {"device": {"threads": 2}}
+    name = fingerprint(manifest)
+    line = {"object": "fingerprint", "fingerprint": name, "manifest": manifest}
+    records = parse_lines([json.dumps(line).encode()])
+    assert records.manifests == {name: manifest}
+    assert not records.bad
+
+
+def test_a_file_without_records_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AuditFileError, match="No such file"):
+        read_records(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(AuditFileError, match="holds no records"):
+        read_records(tmp_path / "empty.jsonl")
