@@ -52,7 +52,8 @@ class _Json(logging.Formatter):
 def configure(settings: TelemetrySettings, component: str, stream: TextIO | None = None) -> None:
     """Sends what this project's loggers say to `stream` (standard error), which Ray keeps per process.
     Calling it again replaces the former settings."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    # not sys.stderr: Serve puts a logger of its own there, which may keep lines back
+    handler = logging.StreamHandler(stream or sys.__stderr__)
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(_Json(component) if settings.log_format == "json" else _Lines(text))
     for name in LOGGERS:

@@ -195,8 +195,9 @@ VERIFIER_PADDING = _define(_V, _C, "verifier_padding_rows", "rows", "Rows of ste
 VERIFIER_CACHED = _define(_V, _C, "verifier_cached_rows", "rows", "Rows found in the verifier's KV cache")
 VERIFIER_WINDOWS = _define(_V, _C, "verifier_windows", "windows", "Windows answered, audits included")
 VERIFIER_FAILURES = _define(_V, _C, "verifier_failures", "windows", "Windows that could not be answered")
-VERIFIER_BUSY = _define(
-    _V, _C, "verifier_busy_seconds", "seconds", "Time in steps, a CPU verifier's times its threads"
+VERIFIER_BUSY = _define(_V, _C, "verifier_busy_seconds", "seconds", "Time the verifier spent in steps")
+VERIFIER_DEVICE_SECONDS = _define(
+    _V, _C, "verifier_device_seconds", "seconds", "The same times the GPUs of a step; without one, its threads"
 )
 STEP_SECONDS = _define(_V, _H, "verifier_step_seconds", "seconds", "Time of one step", buckets=_STEP)
 CACHE_HITS = _define(_V, _C, "verifier_cache_hits", "blocks", "KV blocks found by their content")

@@ -121,7 +121,7 @@ class VerifierReport:
         self._verifier, self._metrics = verifier, metrics
         cpu = settings.model.device == "cpu"
         self._devices = float(settings.verifier.threads) if cpu else settings.verifier.gpus
-        self._per_second = self._devices if cpu else 1.0
+        self._step_devices = self._devices if cpu else 1.0
         self._before: VerifierStats | None = None
         verifier.on_step = self._on_step
 
@@ -133,7 +133,9 @@ class VerifierReport:
         now, metrics = self._verifier.stats(), self._metrics
         for metric, name in _COUNTERS:
             metrics.inc(metric, getattr(now, name) - getattr(self._before, name, 0))
-        metrics.inc(m.VERIFIER_BUSY, (now.step_s - getattr(self._before, "step_s", 0.0)) * self._per_second)
+        busy = now.step_s - getattr(self._before, "step_s", 0.0)
+        metrics.inc(m.VERIFIER_BUSY, busy)
+        metrics.inc(m.VERIFIER_DEVICE_SECONDS, busy * self._step_devices)
         for metric, name in _GAUGES:
             metrics.set(metric, getattr(now, name))
         metrics.set(m.VERIFIER_DEVICES, self._devices)
