@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
@@ -19,7 +20,7 @@ from deployments.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings, engine_threads
 from llm42.logs import configure
-from llm42.protocol import Delta, LLM42Error, Request
+from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, VerifierUnavailable, Window
 from llm42.tracing import make_tracer
 
 REPORT_S = 1.0
@@ -88,9 +89,32 @@ class FastPath:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
         if not request.deterministic:
             source = coalesce(source, self._settings.server.stream_interval_s)
+        first = True
         async with aclosing(source) as deltas:
             async for delta in deltas:
+                if first or delta.finish_reason is not None:
+                    verifier = self._pool.asked(request.request_id)
+                    delta = replace(delta, replica=self._replica, verifier=verifier)
+                    first = False
                 yield delta
+
+    async def fingerprint(self) -> tuple[str, dict[str, Any]] | LLM42Error:
+        """The verifiers' fingerprint and manifest; typed errors are returned, as in `generate`."""
+        try:
+            return await self._pool.manifest()
+        except LLM42Error as error:
+            return error
+
+    async def replay(self, windows: list[Window]) -> list[Commit | Failure] | LLM42Error:
+        """Audited windows, computed by a verifier without its cache."""
+        limit = self._settings.session.verify_timeout_s
+        try:
+            await self._pool.require_ready()
+            return await asyncio.wait_for(self._pool.verify(windows, cold=True), limit)
+        except LLM42Error as error:
+            return error
+        except TimeoutError:
+            return VerifierUnavailable(f"no answer from the verifier in {limit:g} s")
 
     def _require_tokenizer(self, identity: str | None) -> None:
         """Ids mean something only to the tokenizer that made them, which the fingerprint names."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -18,15 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from deployments import errors
-from deployments.asgi import BodyLimit, ClientGone, EventStream, until_disconnect
+from deployments.asgi import BodyLimit, ClientGone, EventStream, RequestIds, until_disconnect
+from deployments.audit_api import add_audits
 from deployments.deltas import interleave
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
+from deployments.policy import KeyGate, KeyPolicy
 from deployments.render import Renderer
+from deployments.text_routes import text_routes
 from deployments.translate import Plan, plan
 from llm42 import __version__
 from llm42.config import Settings
 from llm42.metrics import Metrics, NullMetrics
-from llm42.protocol import Delta, Request
+from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window
+from llm42.receipt import Keyring
 from llm42.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -63,6 +67,14 @@ class Backend(Protocol):
         """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
         ...
 
+    async def fingerprint(self) -> tuple[str, Mapping[str, Any]]:
+        """The verifiers' fingerprint and manifest. Raises VerifierUnavailable."""
+        ...
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """Windows of an audit, computed without a cache. VerifierUnavailable, Overloaded: may be retried."""
+        ...
+
     async def status(self) -> Status:
         """Answers within a second or two, whatever is going on."""
         ...
@@ -76,8 +88,10 @@ def create_app(
     answers = errors.Errors(metrics or NullMetrics())
     app.add_exception_handler(RequestValidationError, answers.on_validation_error)
     app.add_exception_handler(HTTPException, answers.on_http_exception)
+    app.add_exception_handler(LLM42Error, answers.on_error)
     app.add_exception_handler(Exception, answers.on_error)
-    service = _Service(settings, tokenizer, backend, answers)
+    keyring = Keyring.load(settings.audit)
+    service = _Service(settings, tokenizer, backend, answers, keyring)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
@@ -101,7 +115,16 @@ def create_app(
     async def health() -> Response:
         return await service.health()
 
-    app.add_middleware(BodyLimit, answers=answers)
+    add_audits(app, settings, tokenizer, backend, answers, keyring)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    app.include_router(text_routes(settings, tokenizer))
+    app.add_middleware(BodyLimit, answers=answers, timeout_s=settings.server.body_timeout_s)
+    app.add_middleware(KeyGate, settings=settings, answers=answers)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -109,10 +132,15 @@ class _Service:
     """The handlers' logic."""
 
     def __init__(
-        self, settings: Settings, tokenizer: Tokenizer, backend: Backend, answers: errors.Errors
+        self,
+        settings: Settings,
+        tokenizer: Tokenizer,
+        backend: Backend,
+        answers: errors.Errors,
+        keyring: Keyring,
     ) -> None:
         self._settings, self._tokenizer, self._backend = settings, tokenizer, backend
-        self._answers = answers
+        self._answers, self._keyring = answers, keyring
         self._started = int(time.time())
 
     def models(self) -> dict[str, Any]:
@@ -138,15 +166,21 @@ class _Service:
         """One generation request, whole or streamed. Errors before the first token have an HTTP status."""
         try:
             # Templates and tokenisers take milliseconds per long prompt: other streams must not wait.
-            made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer)
+            policy: KeyPolicy = http.state.policy
+            wanted = policy.wants_determinism(body, http.headers)
+            made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
             trace = http.headers.get("traceparent", "")
             pieces = interleave([self._backend.generate(replace(r, trace=trace)) for r in made.requests])
-            renderer = Renderer(made, self._settings.model.name, self._tokenizer)
+            if made.deterministic:
+                pieces = policy.hold(len(made.requests), pieces)
+            renderer = Renderer(made, self._settings.model.name, self._tokenizer, self._keyring)
             if made.stream:
                 first = await until_disconnect(http, _first(pieces))
-                return EventStream(_events(made, renderer, first, pieces))
+                events = _events(made, renderer, first, pieces)
+                return EventStream(events, renderer.headers(first))
             reply = await until_disconnect(http, _whole(renderer, pieces))
-            return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
+            text = json.dumps(reply, ensure_ascii=False)
+            return Response(text, headers=renderer.headers(), media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; the access log does
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +19,16 @@ from llm42.config import ServerSettings, Settings
 from llm42.logs import configure
 from llm42.metrics import FAILOVERS, Metrics, Scope
 from llm42.observe import Observed, mode_of
-from llm42.protocol import Delta, LLM42Error, Overloaded, Request
+from llm42.protocol import (
+    Commit,
+    Delta,
+    Failure,
+    LLM42Error,
+    Overloaded,
+    Request,
+    VerifierUnavailable,
+    Window,
+)
 from llm42.tokenizer import Tokenizer
 from llm42.tracing import Tracer, make_tracer
 
@@ -43,6 +52,8 @@ class RayBackend:
         self._tracer, self._decode = tracer, decode
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
+        self._fingerprint = fastpath.options(method_name="fingerprint")
+        self._replay = fastpath.options(method_name="replay")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The output of one request, over as many replicas as it takes (failover.py)."""
@@ -79,6 +90,28 @@ class RayBackend:
         finally:
             if not ended:
                 stream.cancel()
+
+    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
+        """By way of a replica, which knows the verifiers."""
+        found: tuple[str, dict[str, Any]] = await self._ask(self._fingerprint)
+        return found
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """By way of a replica too."""
+        found: list[Commit | Failure] = await self._ask(self._replay, list(windows))
+        return found
+
+    async def _ask(self, method: DeploymentHandle, *args: Any) -> Any:
+        """One call; its typed error is raised."""
+        try:
+            answer = await method.remote(*args)
+        except BackPressureError as error:
+            raise Overloaded("Too many requests wait for a fast-path replica.") from error
+        except (RayActorError, DeploymentUnavailableError) as error:
+            raise VerifierUnavailable("The replica of this call is gone; repeat it.") from error
+        if isinstance(answer, LLM42Error):
+            raise answer
+        return answer
 
     async def status(self) -> Status:
         """One replica's view; `serving` is false when none answers in time."""

@@ -60,6 +60,14 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class ReceiptOptions(BaseModel):
+    """`receipt`: what a receipt has besides hashes (llm42/receipt.py). true means: as here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    prompt: Literal["tokens", "hash"] = "tokens"
+    output: Literal["tokens", "hash"] = "hash"
+
+
 class GenerationBody(BaseModel):
     """What both endpoints share. None always means: the default."""
 
@@ -87,6 +95,7 @@ class GenerationBody(BaseModel):
     return_token_ids: bool | None = None
     deterministic: bool | None = None
     is_deterministic: bool | None = None
+    receipt: bool | ReceiptOptions | None = None
 
     @model_validator(mode="after")
     def _one_name_one_value(self) -> GenerationBody:

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from deployments.deltas import merge
+from deployments.logprobs import LogprobWriter, TokenNames
+from deployments.receipts import Receipts
 from deployments.translate import Plan
 from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
-
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot hold (vLLM's convention)."""
-
-
-class TokenNames(Protocol):
-    """How one token is shown (llm42.tokenizer.Tokenizer does it)."""
-
-    def token_text(self, token: int) -> str:
-        """Readable; special tokens spelled out."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Exact; a token may hold a part of a character only."""
-        ...
+from llm42.receipt import Keyring
 
 
 @dataclass(slots=True)
@@ -36,15 +24,32 @@ class _Choice:
     """Characters of the token texts rendered so far (completions dialect)."""
     started: bool = False
     stats: RequestStats | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int | None = None
+    replica: str = ""
+    verifier: str = ""
 
 
 class Renderer:
     """Holds what one HTTP request has produced so far. Not shared between requests."""
 
-    def __init__(self, plan: Plan, model: str, tokens: TokenNames) -> None:
-        self._plan, self._model, self._tokens = plan, model, tokens
+    def __init__(self, plan: Plan, model: str, tokens: TokenNames, keyring: Keyring | None = None) -> None:
+        self._plan, self._model, self._writer = plan, model, LogprobWriter(tokens)
         self._choices = [_Choice() for _ in plan.requests]
         self._fingerprint: str | None = None
+        self._receipts = Receipts(plan, model, keyring or Keyring({}))
+
+    def headers(self, first: tuple[int, Delta] | None = None) -> dict[str, str]:
+        """Who answers, as far as it is known by now; `first` is a stream's piece that is not rendered yet."""
+        origin = self._origin(self._choices)
+        if first is not None:
+            origin = {"replica": first[1].replica, "verifier": first[1].verifier}
+        made = {"X-Request-Id": self._plan.id, **{f"X-LLM42-{k.title()}": v for k, v in origin.items()}}
+        return {name: value for name, value in made.items() if value}
+
+    def _origin(self, choices: Sequence[_Choice]) -> dict[str, str]:
+        found = {"replica": [c.replica for c in choices], "verifier": [c.verifier for c in choices]}
+        return {name: ", ".join(filter(None, dict.fromkeys(who))) for name, who in found.items()}
 
     def add(self, index: int, delta: Delta) -> None:
         """Takes a piece of choice `index` of a whole reply."""
@@ -57,7 +62,7 @@ class Renderer:
         if not piece.text and piece.finish_reason is None:
             return None
         choice.deltas.clear()
-        rendered = self._chat_delta(choice, piece) if self._plan.chat else {"text": piece.text}
+        rendered = self._chat_delta(choice, piece) if self._plan.chat else self._text(index, piece)
         body: dict[str, Any] = {
             "index": index,
             **rendered,
@@ -69,7 +74,10 @@ class Renderer:
             if not choice.started:
                 body["prompt_token_ids"] = list(self._plan.requests[index].prompt)
         choice.started = True
-        extra = {"llm42": self._evidence([choice])} if piece.finish_reason else {}
+        extra: dict[str, Any] = {}
+        if piece.finish_reason:
+            receipt = self._receipts.of_choice(index, self._fingerprint)
+            extra = {"llm42": self._evidence([choice]) | receipt}
         return self._event({"choices": [body], **extra})
 
     def usage_chunk(self) -> str:
@@ -84,20 +92,21 @@ class Renderer:
             content: dict[str, Any] = (
                 {"message": {"role": "assistant", "content": piece.text}}
                 if self._plan.chat
-                else {"text": piece.text}
+                else self._text(index, piece)
             )
             body = {
                 "index": index,
                 **content,
                 "logprobs": self._logprobs(piece, choice),
                 "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
+                **self._prompt_logprobs(index),
             }
             if self._plan.return_token_ids:
                 body["token_ids"] = list(piece.token_ids)
                 body["prompt_token_ids"] = list(self._plan.requests[index].prompt)
             choices.append(body)
         kind = "chat.completion" if self._plan.chat else "text_completion"
-        evidence = self._evidence(self._choices)
+        evidence = self._evidence(self._choices) | self._receipts.of_all(self._fingerprint)
         return self._envelope(kind) | {"choices": choices, "usage": self._usage(), "llm42": evidence}
 
     def _take(self, index: int, delta: Delta) -> _Choice:
@@ -105,6 +114,12 @@ class Renderer:
         choice.deltas.append(delta)
         choice.output_tokens += len(delta.token_ids)
         choice.stats = delta.stats or choice.stats
+        if choice.prompt_logprobs is None:
+            choice.prompt_logprobs = delta.prompt_logprobs
+        if choice.cached_tokens is None:
+            choice.cached_tokens = delta.cached_tokens
+        choice.replica, choice.verifier = delta.replica or choice.replica, delta.verifier or choice.verifier
+        self._receipts.note(index, delta)
         if delta.fingerprint is not None:
             if self._fingerprint not in (None, delta.fingerprint):
                 # one reply, one fingerprint: it stands beside all choices
@@ -131,10 +146,29 @@ class Renderer:
             "system_fingerprint": self._fingerprint,
         }
 
-    def _usage(self) -> dict[str, int]:
+    def _text(self, index: int, piece: Delta) -> dict[str, Any]:
+        """A completion's text, after its prompt where that is echoed."""
+        if self._plan.echoes is None or self._choices[index].started:
+            return {"text": piece.text}
+        return {"text": self._plan.echoes[self._plan.prompt_index(index)] + piece.text}
+
+    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
+        """`prompt_logprobs` of a choice in vLLM's form: null, then a mapping of ids for each token."""
+        count, found = self._plan.prompt_logprobs, self._choices[index].prompt_logprobs
+        if count is None or found is None:
+            return {}
+        return {"prompt_logprobs": self._writer.prompt(found, count)}
+
+    def _usage(self) -> dict[str, Any]:
         prompt = sum(len(p) for p in self._plan.prompts)
         output = sum(c.output_tokens for c in self._choices)
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+        cached = {self._plan.prompt_index(i): c.cached_tokens or 0 for i, c in enumerate(self._choices)}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        }
 
     def _evidence(self, choices: list[_Choice]) -> dict[str, Any]:
         """The `llm42` object: what determinism cost, summed over `choices`, and the seed to replay with."""
@@ -142,47 +176,19 @@ class Renderer:
         for choice in choices:
             for name, value in asdict(choice.stats or RequestStats()).items():
                 counts[name] += value
-        return {"deterministic": self._plan.deterministic, "seed": self._plan.seed, **counts}
+        origin = {name: value or None for name, value in self._origin(choices).items()}
+        return {"deterministic": self._plan.deterministic, "seed": self._plan.seed, **counts, **origin}
 
     def _logprobs(self, piece: Delta, choice: _Choice) -> dict[str, Any] | None:
         if self._plan.num_logprobs is None:
             return None
-        return self._chat_logprobs(piece) if self._plan.chat else self._completion_logprobs(piece, choice)
-
-    def _chat_logprobs(self, piece: Delta) -> dict[str, Any]:
-        content = []
-        for entry in piece.logprobs:
-            top = [self._chat_token(token, logprob) for token, logprob in entry.top]
-            content.append(self._chat_token(entry.token, entry.logprob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = list(self._tokens.token_bytes(token))
-        return {"token": self._tokens.token_text(token), "logprob": finite(logprob), "bytes": raw}
-
-    def _completion_logprobs(self, piece: Delta, choice: _Choice) -> dict[str, Any]:
-        tokens = [self._tokens.token_text(entry.token) for entry in piece.logprobs]
-        offsets = []
-        for text in tokens:
-            offsets.append(choice.text_offset)
-            choice.text_offset += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [finite(entry.logprob) for entry in piece.logprobs],
-            "top_logprobs": [self._alternatives(e) for e in piece.logprobs]
-            if self._plan.num_logprobs
-            else None,
-            "text_offset": offsets,
-        }
-
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
-        """Keyed by text, likeliest first; of two ids with one text the likelier stays."""
-        found: dict[str, float] = {}
-        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-            found.setdefault(self._tokens.token_text(token), finite(logprob))
-        return found
-
-
-def finite(logprob: float) -> float:
-    """The value itself, bit for bit, unless JSON cannot hold it."""
-    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+        if self._plan.chat:
+            return self._writer.chat(piece.logprobs)
+        entries, first = piece.logprobs, None
+        if self._plan.echoes is not None and not choice.started:
+            prompt = self._plan.prompts[self._plan.prompt_index(self._choices.index(choice))]
+            entries, first = (*(choice.prompt_logprobs or ()), *entries), prompt[0]
+        made, choice.text_offset = self._writer.completion(
+            entries, self._plan.num_logprobs, choice.text_offset, first
+        )
+        return made

@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from deployments.errors import ModelNotFound
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
+from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ class Plan:
     prompts: tuple[tuple[int, ...], ...]
     requests: tuple[Request, ...] = field(repr=False)
     """Choice i is requests[i]: the n choices of the first prompt, then those of the second, ..."""
+    receipt: ReceiptOptions | None = None
 
 
 def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan:
@@ -52,6 +53,7 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
     deterministic = body.wants_determinism(settings.server.deterministic_default)
     seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
     seeded = deterministic or body.seed is not None
+    receipt = _receipt(body, deterministic)
     _not_hopeless(body, settings.model.max_model_len, tokenizer)
     prompts = _prompts(body, tokenizer)
     if (asked := len(prompts) * (body.n or 1)) > settings.server.max_queued:
@@ -76,7 +78,7 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
                     stop=_stops(body),
                     stop_token_ids=_stop_ids(body, tokenizer),
                     include_stop=bool(body.include_stop_str_in_output),
-                    num_logprobs=_num_logprobs(body),
+                    num_logprobs=_num_logprobs(body) if receipt is None else _num_logprobs(body) or 0,
                     seeded=seeded,
                 )
             )
@@ -93,7 +95,18 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
         seed=seed if seeded or settings.engine.kind == "torch" else None,
         prompts=prompts,
         requests=tuple(requests),
+        receipt=receipt,
     )
+
+
+def _receipt(body: GenerationBody, deterministic: bool) -> ReceiptOptions | None:
+    if not body.receipt:
+        return None
+    if not deterministic:
+        raise RequestRejected(
+            "A receipt is evidence of a verified answer: ask for it with deterministic: true.", "receipt"
+        )
+    return ReceiptOptions() if body.receipt is True else body.receipt
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -21,6 +21,7 @@ from deployments.audit import Auditor
 from deployments.supervisor import MemberInfo, Membership
 from deployments.verifier_actor import VerifierStatus
 from llm42.config import Settings
+from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.metrics import VERIFIERS_READY, Metrics
 from llm42.models.load import sampled_identity
 from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
@@ -71,6 +72,7 @@ class VerifierPool:
         self.fingerprint: str | None = None
         self._supervisor: Any = None
         self._missed = 0
+        self._asked: dict[str, str] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics)
@@ -112,17 +114,20 @@ class VerifierPool:
         reasons = {m.status.detail or m.status.state for m in self.members if m.status}
         return "No verifier is ready: " + ("; ".join(sorted(reasons)) or "not reachable") + "."
 
-    async def verify(self, windows: Sequence[Window]) -> list[Answer]:
+    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
         """One try: commits (or final failures) in order. VerifierUnavailable or Overloaded may be retried.
+        cold: for replays of stored answers; computed without the cache.
 
         A verifier that died is replaced within seconds, so this waits for one to be ready; the caller bounds
         the wait (session.verify_timeout_s).
         """
         member = await self._ready_member(windows[0])
         member.in_flight += len(windows)
+        if not cold:
+            self._asked.update(dict.fromkeys((w.request_id for w in windows), member.name))
         began, answered = time.monotonic(), False
         try:
-            answers: list[Answer] = await member.handle.verify.remote(list(windows))
+            answers: list[Answer] = await member.handle.verify.remote(list(windows), cold)
             answered = True
         except asyncio.CancelledError:
             # the client has gone, or nothing came in time; only the second is the verifier's doing
@@ -141,6 +146,8 @@ class VerifierPool:
             member.in_flight -= len(windows)
             if not answered:
                 member.avoid_until = time.monotonic() + AVOID_S
+        if cold:
+            return answers
         for answer in answers:
             if isinstance(answer, Commit):
                 self._observe(answer.timings.queue_s)
@@ -149,8 +156,23 @@ class VerifierPool:
 
     def release(self, request_id: str) -> None:
         """Tells the verifiers that a request is over; nothing waits for it."""
+        self._asked.pop(request_id, None)
         for member in self.ready:
             member.handle.release.remote(request_id)
+
+    def asked(self, request_id: str) -> str:
+        """The verifier that was asked last for a request that is not over; empty when none was."""
+        return self._asked.get(request_id, "")
+
+    async def manifest(self) -> tuple[str, dict[str, Any]]:
+        """The pool's fingerprint, and what it hashes. Raises VerifierUnavailable."""
+        await self.require_ready()
+        member = self.ready[0]
+        try:
+            found = await asyncio.wait_for(member.handle.manifest.remote(), MEMBERSHIP_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+        return fingerprint_of(found), found
 
     async def condemn(self, member: Member, reason: str) -> None:
         """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked."""

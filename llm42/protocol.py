@@ -161,6 +161,9 @@ class Delta:
     """On the first delta, if asked for: of the prompt's tokens from the second on."""
     cached_tokens: int | None = None
     """On one of the first deltas: prompt tokens that the fast path had in its cache."""
+    replica: str = ""
+    verifier: str = ""
+    """Who has computed it, where that is known: on the first and the last delta. No part of the promise."""
 
 
 class LLM42Error(Exception):

@@ -168,7 +168,7 @@ class Replayer:
             request = Request(name, claim.prompt, 1, claim.sampling)
         if claim.output is None and claim.receipt is not None:
             request = replace(request, max_tokens=claim.receipt.output_len, stop=(), stop_token_ids=())
-        return replace(request, request_id=name, deterministic=True, num_logprobs=0)
+        return replace(request, request_id=name, deterministic=True, num_logprobs=0, prompt_logprobs=None)
 
     def _other_fingerprint(self, claim: Claim, name: str, signature: Signature) -> Finding:
         manifest, fields = claim.manifest or self._manifests.get(name), {}

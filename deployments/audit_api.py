@@ -1,0 +1,174 @@
+"""GET /v1/fingerprint and POST /v1/audit: what this server's bits depend on, and stored answers held against
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request as HttpRequest
+
+from deployments import errors
+from deployments.asgi import ClientGone, until_disconnect
+from deployments.openai_types import ChatBody, CompletionBody
+from deployments.translate import plan
+from llm42.audit_file import Claim, claims_of, manifest_of
+from llm42.config import Settings
+from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, RequestRejected, Window
+from llm42.receipt import InvalidReceipt, Keyring
+from llm42.replay import Planner, Replayer
+from llm42.tokenizer import Tokenizer
+from llm42.verdict import Finding, Verdict, summary
+
+if TYPE_CHECKING:
+    from deployments.http_app import Backend
+
+log = logging.getLogger(__name__)
+MAX_RUNNING = 16
+"""Audits that an ingress holds at once; beyond it 429."""
+
+
+class AuditBody(BaseModel):
+    """POST /v1/audit. `records` are the objects of docs/audits.md, each judged on its own."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    records: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    manifests: list[dict[str, Any]] = []
+    """Replies of GET /v1/fingerprint, of the fingerprints that the records have."""
+
+
+class BackendCanon:
+    """llm42.replay.Canon over the service's verifiers; all audits of an ingress share its bound."""
+
+    def __init__(self, backend: Backend, concurrency: int) -> None:
+        self._backend, self._places = backend, asyncio.Semaphore(concurrency)
+
+    async def identity(self) -> tuple[str, Mapping[str, Any]]:
+        """The pool's."""
+        return await self._backend.fingerprint()
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """By some verifier, without its cache."""
+        async with self._places:
+            return await self._backend.replay(windows)
+
+    def regenerate(self, request: Request) -> AsyncIterator[Delta]:
+        """Like any other deterministic request."""
+        return self._backend.generate(request)
+
+
+class _Audits:
+    """The handlers' logic."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, backend: Backend, keyring: Keyring) -> None:
+        self._settings, self._tokenizer, self._keyring = settings, tokenizer, keyring
+        self._canon = BackendCanon(backend, settings.audit.concurrency)
+        self._planner, self._running = planner(settings, tokenizer), 0
+
+    async def fingerprint(self) -> dict[str, Any]:
+        """What a client keeps beside its records."""
+        name, manifest = await self._canon.identity()
+        return {"object": "fingerprint", "fingerprint": name, "manifest": manifest}
+
+    async def audit(self, body: AuditBody) -> dict[str, Any]:
+        """Findings in the records' order. Raises RequestRejected, Overloaded or VerifierUnavailable."""
+        if len(body.records) > self._settings.audit.max_records:
+            raise RequestRejected(
+                f"{len(body.records)} records; one call takes {self._settings.audit.max_records}"
+                " (audit.max_records).",
+                "records",
+            )
+        if self._running >= MAX_RUNNING:
+            raise Overloaded(f"{MAX_RUNNING} audits are running already.")
+        self._running += 1
+        try:
+            return await self._run(body)
+        finally:
+            self._running -= 1
+
+    async def _run(self, body: AuditBody) -> dict[str, Any]:
+        began, findings = time.monotonic(), list[Finding]()
+        claims = await asyncio.to_thread(read_claims, body.records, findings)
+        manifests: dict[str, Mapping[str, Any]] = {}
+        for given in body.manifests:
+            with suppress(InvalidReceipt):  # one that is wrong explains nothing
+                manifests |= [found] if (found := manifest_of(given)) else []
+        parts = (self._keyring, self._tokenizer, self._planner, manifests)
+        replayer = Replayer(self._canon, self._settings.audit, *parts)
+        await replayer.audit(claims, findings.append)
+        findings.sort(key=lambda f: (f.line, f.choice))
+        results = [{"record": f.line, **f.to_json()} for f in findings]
+        for result in results:
+            del result["line"]
+        counted = summary(findings, began)
+        return {
+            "object": "audit",
+            "fingerprint": replayer.fingerprint,
+            "results": results,
+            "summary": counted,
+        }
+
+
+def read_claims(records: Sequence[Mapping[str, Any]], findings: list[Finding]) -> list[Claim]:
+    """The records' outputs, numbered from 0; a record that cannot be read is a finding."""
+    claims: list[Claim] = []
+    for number, record in enumerate(records):
+        try:
+            claims += claims_of(record, number)
+        except InvalidReceipt as error:
+            findings.append(Finding(number, 0, f"record {number}", Verdict.BAD_RECORD, str(error)))
+    return claims
+
+
+def planner(settings: Settings, tokenizer: Tokenizer) -> Planner:
+    """What the service makes of a stored request's body, whether it was streamed or not."""
+
+    def made(body: Mapping[str, Any]) -> Sequence[Request]:
+        kept = {k: v for k, v in body.items() if k not in ("stream", "stream_options", "is_deterministic")}
+        asked = {**kept, "deterministic": True}
+        try:
+            kind = ChatBody if "messages" in body else CompletionBody
+            return plan(kind.model_validate(asked), settings, tokenizer).requests
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise RequestRejected(f"{where}: {first['msg']}") from error
+
+    return made
+
+
+def add_audits(
+    app: FastAPI,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    backend: Backend,
+    answers: errors.Errors,
+    keyring: Keyring,
+) -> None:
+    """Adds both endpoints to the application."""
+    audits = _Audits(settings, tokenizer, backend, keyring)
+
+    @app.get("/v1/fingerprint")
+    async def fingerprint() -> Response:
+        try:
+            return JSONResponse(await audits.fingerprint())
+        except LLM42Error as error:
+            return answers.from_exception(error)
+
+    @app.post("/v1/audit")
+    async def audit(body: AuditBody, http: HttpRequest) -> Response:
+        try:
+            return JSONResponse(await until_disconnect(http, audits.audit(body)))
+        except ClientGone:
+            return Response(status_code=499)
+        except Exception as error:
+            if errors.status_of(error) == 500:
+                log.exception("an audit failed")
+            return answers.from_exception(error)
