@@ -1,0 +1,115 @@
+"""A real Prometheus scraping the real service under mixed load."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.prometheus import RULES, Prometheus, filled_in, panels
+from deployments.launch import APP_NAME
+from tests.metrics.conftest import CORRUPT_SHARE, PLANTED, REQUESTS, TOKENS, Traffic, settled
+
+pytestmark = [pytest.mark.service, pytest.mark.slow]
+ALERT = re.compile(r"(?P<left>.+) (?P<compare>>|<|==) (?P<right>[\d.]+)")
+"""What an alert's expression looks like: one comparison with a number, last."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def after_the_load(prometheus: Prometheus, traffic: Traffic) -> dict[str, dict[str, float]]:
+    """All tests here look at the same state: everything that happened has arrived."""
+    return settled(prometheus)
+
+
+def finite(prometheus: Prometheus, expression: str) -> list[float]:
+    """The numbers that an expression gives now."""
+    return [s.value for s in prometheus.query(expression) if math.isfinite(s.value)]
+
+
+def rules() -> Iterator[dict[str, Any]]:
+    """All rules of the chart."""
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        yield from group["rules"]
+
+
+def test_every_panel_has_data(prometheus: Prometheus) -> None:
+    found = {
+        f"{panel['title']}: {target['legendFormat']}": finite(prometheus, filled_in(target["expr"]))
+        for panel in panels()
+        for target in panel["targets"]
+    }
+    assert len(found) > 40
+    assert [name for name, values in found.items() if not values] == []
+
+
+def test_an_expression_without_data_is_noticed(prometheus: Prometheus) -> None:
+    assert finite(prometheus, "sum(rate(ray_llm42_rolled_back_total[5m]))") == []
+    expression = panels()[0]["targets"][0]["expr"]
+    assert finite(prometheus, filled_in(expression, application="no such application")) == []
+    with pytest.raises(ValueError, match="parse error"):
+        prometheus.query("sum(")
+
+
+def test_every_rule_has_data(prometheus: Prometheus) -> None:
+    """Records are there under their names; alerts are evaluated with their comparison answering 0 or 1."""
+    records = [rule["record"] for rule in rules() if "record" in rule]
+    assert [name for name in records if not finite(prometheus, name)] == []
+    for rule in rules():
+        if "alert" in rule:
+            parts = ALERT.fullmatch(rule["expr"])
+            assert parts is not None, rule["expr"]
+            answers = finite(prometheus, f"{parts['left']} {parts['compare']} bool {parts['right']}")
+            assert answers, rule["alert"]
+            assert set(answers) <= {0.0, 1.0}
+
+
+def test_the_counters_are_what_the_replies_say(
+    traffic: Traffic, after_the_load: dict[str, dict[str, float]]
+) -> None:
+    for name, replies in traffic.replies.items():
+        before = traffic.before[name]
+        counted = {c: after_the_load[name][c] - before.get(c, 0.0) for c in replies}
+        assert counted == replies, name
+        assert replies["rollbacks"] > 0
+    assert traffic.replies[PLANTED]["verified_tokens"] == REQUESTS[PLANTED] * TOKENS
+
+
+def test_the_rollback_rate_is_that_of_the_replies(prometheus: Prometheus, traffic: Traffic) -> None:
+    """The dashboard's own expression, over all of the planted application's life."""
+    (panel,) = [p for p in panels() if p["title"] == "Rollback rate by model"]
+    expression = filled_in(panel["targets"][0]["expr"], window="15m", application=PLANTED)
+    replies = traffic.replies[PLANTED]
+    expected = replies["rollbacks"] / replies["verified_tokens"]
+    assert finite(prometheus, expression) == [pytest.approx(expected, rel=1e-3)]
+    other = traffic.replies[APP_NAME]
+    assert other["rollbacks"] / other["verified_tokens"] != pytest.approx(expected, rel=1e-3), "a control"
+
+
+def test_a_planted_mismatch_shows_as_such(prometheus: Prometheus, traffic: Traffic) -> None:
+    """10 % of the candidates are wrong: 10 % of the committed tokens cost a rollback, and the alert is on its
+    way. The allowance above is what this machine's own kernels may differ by."""
+    tokens = traffic.replies[PLANTED]["verified_tokens"]
+    spread = 4 * math.sqrt(CORRUPT_SHARE * (1 - CORRUPT_SHARE) / tokens)
+    rate = f'llm42:rollback_rate:ratio_rate5m{{application="{PLANTED}"}}'
+    (shown,) = finite(prometheus, rate)
+    assert CORRUPT_SHARE - spread < shown < CORRUPT_SHARE + spread + 0.03
+    alert = f'ALERTS{{alertname="LLM42RollbackRateHigh",application="{PLANTED}"}}'
+    assert finite(prometheus, alert) == [1.0]
+    for name in ("LLM42AuditMismatch", "LLM42NoVerifier", "LLM42FingerprintMixed"):
+        assert finite(prometheus, f'ALERTS{{alertname="{name}"}}') == []
+
+
+def test_errors_are_counted_by_reason(prometheus: Prometheus, traffic: Traffic) -> None:
+    where = f'application="{PLANTED}"'
+    for reason in ("model_not_found", "invalid_value"):
+        series = f'ray_llm42_rejects_total{{{where},reason="{reason}"}}'
+        assert prometheus.value(series) == 1
+    finished = f'ray_llm42_requests_total{{{where},outcome="finished"}}'
+    assert {s.labels["mode"]: s.value for s in prometheus.query(f"sum by (mode) ({finished})")} == {
+        "deterministic": REQUESTS[PLANTED],
+        "best_effort": 3,
+    }
