@@ -84,7 +84,7 @@ class Handle:
         self.verify = self
         self.error, self.blocked = error, False
 
-    async def remote(self, windows: list[Window]) -> Any:
+    async def remote(self, windows: list[Window], cold: bool = False) -> Any:
         if self.error:
             raise self.error
         if self.blocked:
