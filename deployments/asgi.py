@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import errors
 
 MAX_BODY_BYTES = 8 << 20
+REQUEST_ID = "X-Request-ID"
+MAX_REQUEST_ID = 256
 T = TypeVar("T")
 
 
@@ -74,10 +79,11 @@ class EventStream(Response):
 
 
 class BodyLimit:
-    """Refuses request bodies over MAX_BODY_BYTES, announced or not (HTTP 413)."""
+    """Refuses request bodies over MAX_BODY_BYTES, announced or not (HTTP 413), and those that do not come in
+    time (HTTP 408)."""
 
-    def __init__(self, app: ASGIApp, answers: errors.Errors) -> None:
-        self._app, self._answers = app, answers
+    def __init__(self, app: ASGIApp, answers: errors.Errors, timeout_s: float) -> None:
+        self._app, self._answers, self._timeout_s = app, answers, timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything else through."""
@@ -88,18 +94,50 @@ class BodyLimit:
         if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
             await self._answers.from_exception(errors.BodyTooLarge(_TOO_LONG))(scope, receive, send)
             return
-        await self._app(scope, _counted(receive), send)
+        await self._app(scope, _counted(receive, self._timeout_s), send)
+
+
+class RequestIds:
+    """Gives every answer an X-Request-ID: the client's own, if it is fit for a header, else the handler's,
+    else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything but HTTP through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        if not (given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID):
+            given = ""
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = given or headers.get(REQUEST_ID) or uuid.uuid4().hex
+            await send(message)
+
+        await self._app(scope, receive, with_id)
 
 
 _TOO_LONG = f"At most {MAX_BODY_BYTES} bytes of body are read."
 
 
-def _counted(receive: Receive) -> Callable[[], Awaitable[Message]]:
-    seen = 0
+def _counted(receive: Receive, timeout_s: float) -> Callable[[], Awaitable[Message]]:
+    """`receive` with both bounds, which end with the body: what comes later is the client leaving."""
+    seen, ended = 0, False
+    deadline = time.monotonic() + timeout_s
 
     async def counted() -> Message:
-        nonlocal seen
-        message = await receive()
+        nonlocal seen, ended
+        try:
+            left = None if ended else max(0.0, deadline - time.monotonic())
+            message = await asyncio.wait_for(receive(), left)
+        except TimeoutError as error:
+            raise HTTPException(408, f"The body was not there after {timeout_s:g} s.") from error
+        ended = ended or not message.get("more_body", False)
         seen += len(message.get("body", b""))
         if seen > MAX_BODY_BYTES:
             raise HTTPException(413, _TOO_LONG)  # what FastAPI lets through while it reads a body

@@ -17,8 +17,11 @@ from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnav
 RETRY_AFTER_S = {429: 1, 503: 5}
 _TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
@@ -40,6 +43,20 @@ class BodyTooLarge(RequestRejected):
         super().__init__(message, code="body_too_large")
 
 
+class Unauthorized(RequestRejected):
+    """No valid API key was presented (HTTP 401)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class Forbidden(RequestRejected):
+    """The API key does not allow what was asked (HTTP 403)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="not_allowed")
+
+
 class ServiceUnavailable(LLM42Error):
     """No fast-path replica answers (HTTP 503 with Retry-After)."""
 
@@ -51,6 +68,8 @@ def status_of(error: Exception) -> int:
     for kind, status in (
         (ModelNotFound, 404),
         (BodyTooLarge, 413),
+        (Unauthorized, 401),
+        (Forbidden, 403),
         (RequestRejected, 400),
         (Overloaded, 429),
         (VerifierUnavailable, 503),
@@ -94,7 +113,9 @@ class Errors:
         """The error as a response, with Retry-After where waiting helps."""
         self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
         retry = RETRY_AFTER_S.get(status)
-        headers = {"Retry-After": str(retry)} if retry else None
+        headers = {"Retry-After": str(retry)} if retry else {}
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         # ASCII, because the message may quote a lone surrogate that the request held
         return Response(json.dumps(body), status, headers, media_type="application/json")
 
@@ -117,7 +138,7 @@ class Errors:
     async def on_http_exception(self, _: Request, error: Exception) -> Response:
         """Unknown paths, wrong methods, unreadable bodies."""
         assert isinstance(error, HTTPException)
-        code = "body_too_large" if error.status_code == 413 else None
+        code = {408: "body_timeout", 413: "body_too_large"}.get(error.status_code)
         return self.respond(error.status_code, error_object(str(error.detail), error.status_code, None, code))
 
     async def on_error(self, _: Request, error: Exception) -> Response:

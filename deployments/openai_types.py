@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from deployments.messages import MAX_MESSAGES, MAX_TOOLS, Message, ResponseFormat, Tool
+
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -29,18 +31,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "prompt_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "use_beam_search": (False,),
     "length_penalty": (1.0, 1),
     "skip_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
 }
 """Not implemented; accepted only with these values (or null), which change nothing."""
 
@@ -77,7 +78,7 @@ class GenerationBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -93,12 +94,16 @@ class GenerationBody(BaseModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
     deterministic: bool | None = None
     is_deterministic: bool | None = None
     receipt: bool | ReceiptOptions | None = None
 
     @model_validator(mode="after")
-    def _one_name_one_value(self) -> GenerationBody:
+    def _consistent(self) -> GenerationBody:
+        if self.stream and self.prompt_logprobs is not None:
+            raise _about("prompt_logprobs", "not available in a stream; leave stream out, or use echo")
         a, b = self.deterministic, self.is_deterministic
         if a is not None and b is not None and a != b:
             raise _about(
@@ -107,12 +112,10 @@ class GenerationBody(BaseModel):
             )
         return self
 
-    def wants_determinism(self, default: bool) -> bool:
-        """The field under either name, else the server's default."""
-        for value in (self.deterministic, self.is_deterministic):
-            if value is not None:
-                return value
-        return default
+    @property
+    def asks_for_determinism(self) -> bool | None:
+        """The field under either name; None: the request does not say."""
+        return self.deterministic if self.deterministic is not None else self.is_deterministic
 
     def unsupported(self) -> str | None:
         """The first extra field that would change the output, or None."""
@@ -128,42 +131,33 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
 
-class TextPart(BaseModel):
-    """A text part of a message's content; other kinds of part are refused."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-    type: Literal["text"]
-    text: str
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class Message(BaseModel):
-    """One chat message. Tool calls and tool results are not implemented and refused."""
+class TemplateOptions(BaseModel):
+    """How the model's chat template is to render the messages."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    date: Annotated[str, Field(pattern=r"^[12]\d{3}-[01]\d-[0-3]\d$")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
-    def _nothing_dropped(self) -> Message:
-        for key, value in (self.model_extra or {}).items():
-            if value not in (None, [], ""):
-                raise ValueError(f"a message's '{key}' is not supported")
+    def _one_ending(self) -> TemplateOptions:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _about("continue_final_message", "excludes add_generation_prompt: true")
         return self
 
-    def for_template(self) -> dict[str, str]:
-        """What the chat template sees: role ("developer" is "system"), plain text, and the name if given."""
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        return message if self.name is None else message | {"name": self.name}
 
-
-class ChatBody(GenerationBody):
+class ChatBody(TemplateOptions, GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -173,3 +167,28 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise _about("top_logprobs", "needs logprobs: true")
         return self
+
+
+class TokenizeBody(TemplateOptions):
+    """POST /tokenize: a text, or messages as they would become a prompt."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise _about("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]

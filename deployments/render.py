@@ -66,7 +66,7 @@ class Renderer:
         body: dict[str, Any] = {
             "index": index,
             **rendered,
-            "logprobs": self._logprobs(piece, choice),
+            "logprobs": self._logprobs(piece, index),
             "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
         }
         if self._plan.return_token_ids:
@@ -97,7 +97,7 @@ class Renderer:
             body = {
                 "index": index,
                 **content,
-                "logprobs": self._logprobs(piece, choice),
+                "logprobs": self._logprobs(piece, index),
                 "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
                 **self._prompt_logprobs(index),
             }
@@ -179,14 +179,14 @@ class Renderer:
         origin = {name: value or None for name, value in self._origin(choices).items()}
         return {"deterministic": self._plan.deterministic, "seed": self._plan.seed, **counts, **origin}
 
-    def _logprobs(self, piece: Delta, choice: _Choice) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Delta, index: int) -> dict[str, Any] | None:
         if self._plan.num_logprobs is None:
             return None
         if self._plan.chat:
             return self._writer.chat(piece.logprobs)
-        entries, first = piece.logprobs, None
+        choice, entries, first = self._choices[index], piece.logprobs, None
         if self._plan.echoes is not None and not choice.started:
-            prompt = self._plan.prompts[self._plan.prompt_index(self._choices.index(choice))]
+            prompt = self._plan.prompts[self._plan.prompt_index(index)]
             entries, first = (*(choice.prompt_logprobs or ()), *entries), prompt[0]
         made, choice.text_offset = self._writer.completion(
             entries, self._plan.num_logprobs, choice.text_offset, first

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from deployments.errors import ModelNotFound
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
+from deployments.prompts import echoes_of, prompts_of
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer
@@ -17,7 +18,6 @@ from llm42.tokenizer import Tokenizer
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens on /v1/completions; chat defaults to what the context leaves."""
 
-MAX_PROMPTS = 64
 _SEED_MASK = 2**64 - 1
 
 
@@ -39,10 +39,22 @@ class Plan:
     requests: tuple[Request, ...] = field(repr=False)
     """Choice i is requests[i]: the n choices of the first prompt, then those of the second, ..."""
     receipt: ReceiptOptions | None = None
+    prompt_logprobs: int | None = None
+    echoes: tuple[str, ...] | None = None
+    """Text of each prompt, where it comes before the output."""
+
+    def prompt_index(self, choice: int) -> int:
+        """Which prompt a choice belongs to."""
+        return choice * len(self.prompts) // len(self.requests)
 
 
-def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan:
-    """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served."""
+def plan(
+    body: GenerationBody, settings: Settings, tokenizer: Tokenizer, deterministic: bool | None = None
+) -> Plan:
+    """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served.
+
+    deterministic: what policy has made of the body's field; None: the field, else the server's default.
+    """
     if body.model != settings.model.name:
         raise ModelNotFound(body.model, settings.model.name)
     if (name := body.unsupported()) is not None:
@@ -50,12 +62,14 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
             f"'{name}' is not supported with this value. It would change the output, so it is not ignored.",
             name,
         )
-    deterministic = body.wants_determinism(settings.server.deterministic_default)
+    if deterministic is None:
+        said = body.asks_for_determinism
+        deterministic = settings.server.deterministic_default if said is None else said
+    constraint = _constraint(body, deterministic, settings)
     seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
     seeded = deterministic or body.seed is not None
     receipt = _receipt(body, deterministic)
-    _not_hopeless(body, settings.model.max_model_len, tokenizer)
-    prompts = _prompts(body, tokenizer)
+    prompts = prompts_of(body, settings.model.max_model_len, tokenizer)
     if (asked := len(prompts) * (body.n or 1)) > settings.server.max_queued:
         raise RequestRejected(
             f"{len(prompts)} prompts with n = {body.n or 1} are {asked} outputs; a replica holds at most"
@@ -80,6 +94,8 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
                     include_stop=bool(body.include_stop_str_in_output),
                     num_logprobs=_num_logprobs(body) if receipt is None else _num_logprobs(body) or 0,
                     seeded=seeded,
+                    prompt_logprobs=_prompt_logprobs(body),
+                    json_schema=constraint,
                 )
             )
     return Plan(
@@ -96,6 +112,10 @@ def plan(body: GenerationBody, settings: Settings, tokenizer: Tokenizer) -> Plan
         prompts=prompts,
         requests=tuple(requests),
         receipt=receipt,
+        prompt_logprobs=body.prompt_logprobs,
+        echoes=echoes_of(body, prompts, tokenizer)
+        if isinstance(body, CompletionBody) and body.echo
+        else None,
     )
 
 
@@ -122,78 +142,14 @@ def _base_seed(given: int | None, deterministic: bool, default: int) -> int:
     return default if deterministic else secrets.randbits(53)  # exact in a client's double
 
 
-def _prompts(body: GenerationBody, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Prompts as token ids, each not empty and inside the vocabulary."""
-    if isinstance(body, ChatBody):
-        for message in body.messages:
-            _unicode(message.name or "", "messages")  # a template may leave it out
-        text = tokenizer.apply_chat_template([m.for_template() for m in body.messages])
-        raw, param = [tokenizer.encode(_unicode(text, "messages"))], "messages"
-    else:
-        assert isinstance(body, CompletionBody)
-        raw, param = _completion_prompts(body, tokenizer), "prompt"
-    if not 0 < len(raw) <= MAX_PROMPTS:
-        raise RequestRejected(f"{param}: between 1 and {MAX_PROMPTS} prompts are needed.", param)
-    for ids in raw:
-        if not ids:
-            raise RequestRejected(f"{param}: an empty prompt cannot be continued.", param)
-        if max(ids) >= tokenizer.vocab_size:
-            raise RequestRejected(
-                f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",
-                param,
-            )
-    return tuple(tuple(ids) for ids in raw)
-
-
-def _not_hopeless(body: GenerationBody, context: int, tokenizer: Tokenizer) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
-    if isinstance(body, ChatBody):
-        parts = [text for m in body.messages for text in m.for_template().values()]
-        texts, param = ["".join(parts)], "messages"
-    else:
-        assert isinstance(body, CompletionBody)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        texts, param = [p for p in prompts if isinstance(p, str)], "prompt"
-    longest = context * tokenizer.longest_token
-    for text in texts:
-        if len(text) > longest and len(text.strip()) > longest:  # some templates strip
-            raise RequestRejected(
-                f"{param}: {len(text)} characters cannot fit the context of {context} tokens.",
-                param,
-                "context_length_exceeded",
-            )
-
-
-def _completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [_encode(prompt, tokenizer)]
-    ids = [p for p in prompt if isinstance(p, int)]
-    if ids:
-        return [ids]
-    return [
-        _encode(p, tokenizer) if isinstance(p, str) else list(p) for p in prompt if not isinstance(p, int)
-    ]
-
-
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
-    return tokenizer.encode(_unicode(text, "prompt"), add_special=True) if text else []
-
-
-def _unicode(text: str, param: str) -> str:
-    """The text itself; JSON can carry a lone surrogate, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestRejected(f"{param}: not valid Unicode: {error.reason}", param) from error
-    return text
-
-
 def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
     """The output limit; the prompt and the output together must fit the context."""
     room = context - prompt_len
     param = "messages" if isinstance(body, ChatBody) else "prompt"
+    if body.max_tokens == 0:
+        if room >= 0 and (_prompt_logprobs(body) is not None or getattr(body, "echo", False)):
+            return 0
+        raise RequestRejected("max_tokens 0 is for echo or prompt_logprobs only.", "max_tokens")
     if room < 1:
         raise RequestRejected(
             f"The prompt has {prompt_len} tokens, which leaves no room in the context of {context}.",
@@ -237,6 +193,38 @@ def _num_logprobs(body: GenerationBody) -> int | None:
         return (body.top_logprobs or 0) if body.logprobs else None
     assert isinstance(body, CompletionBody)
     return body.logprobs
+
+
+def _prompt_logprobs(body: GenerationBody) -> int | None:
+    """What is to be computed: asked for by its own name, or for an echo's log-probabilities."""
+    echoed = body.logprobs if isinstance(body, CompletionBody) and body.echo else None
+    counts = [count for count in (body.prompt_logprobs, echoed) if count is not None]
+    return max(counts, default=None)
+
+
+def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -> str | None:
+    """The JSON schema that the engine is to keep the output to."""
+    if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
+        raise RequestRejected(
+            "tool_choice: a call cannot be forced here; use 'auto' or 'none'.", "tool_choice"
+        )
+    schema = body.response_format.constraint() if body.response_format else None
+    if schema is None:
+        return None
+    if deterministic:
+        raise RequestRejected(
+            "response_format: a deterministic request cannot be constrained to JSON; the verifier decodes"
+            " freely. Send it without determinism, or ask for JSON in the prompt.",
+            "response_format",
+        )
+    engine = settings.engine
+    if engine.kind != "vllm" or not engine.vllm.structured_outputs:
+        raise RequestRejected(
+            "response_format: this server's engine cannot constrain its output to JSON"
+            " (engine.kind vllm with engine.vllm.structured_outputs can).",
+            "response_format",
+        )
+    return schema
 
 
 def _sampling(body: GenerationBody, seed: int, tokenizer: Tokenizer) -> SamplingParams:

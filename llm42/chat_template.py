@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -17,8 +18,12 @@ from llm42.models.errors import ModelFileError
 from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
-"""What templates that ask for today's date get: a reply must be reproducible tomorrow. It is the date that
-Llama 3's own template falls back to. A client that wants another one says so in the messages."""
+"""What templates that ask for today's date get unless the request says a date: a reply must be reproducible
+tomorrow. It is the date that Llama 3's own template falls back to."""
+
+
+_END_OF_FINAL = "\ue000end of the final message\ue000"
+"""Marks where a message ends that is to be continued; private-use characters, which no message holds."""
 
 
 class _Generation(Extension):
@@ -47,19 +52,44 @@ class ChatTemplate:
         self.source, self._special = source, dict(special)
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise ModelFileError(
                 f"the chat template cannot be parsed: line {error.lineno}: {error}"
             ) from error
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        date: datetime.date | None = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
     ) -> str:
-        """messages: OpenAI's, content a string or a list of text parts. Raises RequestRejected."""
+        """messages: OpenAI's, content a string or a list of text parts. date: today's, for templates that ask
+        for it (default: FIXED_DATE). continue_final_message: the text ends where the last message's content
+        does. kwargs: further variables of the template. Raises RequestRejected.
+        """
         plain = [_plain_message(message, index) for index, message in enumerate(messages)]
+        if continue_final_message:
+            plain[-1] = plain[-1] | {"content": plain[-1]["content"] + _END_OF_FINAL}
         variables = (
             self._special | kwargs | {"messages": plain, "add_generation_prompt": add_generation_prompt}
         )
+        if date is not None:
+            midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
+            variables["strftime_now"] = midnight.strftime
+        text = self._render(variables)
+        if not continue_final_message:
+            return text
+        if text.count(_END_OF_FINAL) != 1:
+            raise RequestRejected(
+                "the model's chat template changes the last message, so that it cannot be continued",
+                "continue_final_message",
+            )
+        return text[: text.index(_END_OF_FINAL)]
+
+    def _render(self, variables: dict[str, Any]) -> str:
         try:
             return self._template.render(**variables)
         except (
@@ -69,6 +99,7 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             OverflowError,
+            RecursionError,
         ) as error:
             raise RequestRejected(
                 f"the model's chat template refused the messages: {error}", "messages"

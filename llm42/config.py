@@ -53,6 +53,10 @@ class VllmSettings(_Section):
         description="deterministic requests that do not decode greedily propose the canonical sampler's"
         " tokens, through a logits processor; it is engine-wide and may change vLLM's model runner",
     )
+    structured_outputs: bool = Field(
+        False,
+        description="best-effort requests may ask for JSON (response_format); vLLM loads the tokenizer too",
+    )
     export_dir: str = Field(
         ".cache/exports", description="where a GGUF file is kept in the form that vLLM reads"
     )
@@ -164,6 +168,22 @@ class SessionSettings(_Section):
         return self
 
 
+class ApiKeySettings(_Section):
+    """A key that clients authenticate with, and what its requests may do."""
+
+    name: str = Field(min_length=1, description="what logs and errors call it")
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal digits")
+    deterministic_default: bool | None = Field(
+        None, description="what a request without the field gets; null: server.deterministic_default"
+    )
+    deterministic_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the deterministic places that it may hold at once; 0: no determinism",
+    )
+
+
 class ServerSettings(_Section):
     """The HTTP side."""
 
@@ -172,6 +192,12 @@ class ServerSettings(_Section):
     deterministic_default: bool = Field(False, description="what a request without the field gets")
     default_seed: int = Field(
         42, description="seed of a deterministic request that names none; echoed in the reply"
+    )
+    api_keys: tuple[ApiKeySettings, ...] = Field(
+        (), description="keys of which a request must present one; none: nobody is asked for a key"
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="a request whose body is not there by then is refused"
     )
     max_queued: int = Field(256, gt=0, description="requests a replica holds; beyond it 429")
     deterministic_share: float = Field(
@@ -185,6 +211,9 @@ class ServerSettings(_Section):
     )
     drain_s: float = Field(
         120.0, gt=0, description="how long a replica that is being replaced may finish its streams"
+    )
+    ready_when: Literal["serving", "certified"] = Field(
+        "serving", description="certified: a new replica joins only once a verifier is ready (or has failed)"
     )
     ingress_replicas: int = Field(1, gt=0)
     fastpath_replicas: int = Field(1, gt=0)

@@ -109,7 +109,7 @@ def connect(settings: Settings) -> Connection:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -139,6 +139,8 @@ def connect(settings: Settings) -> Connection:
     log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
 
     def make_params(**values: Any) -> Any:
+        if (schema := values.pop("json_schema", None)) is not None:
+            values["structured_outputs"] = StructuredOutputsParams(json=schema)
         return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, **values)
 
     vocab_size = facts["vocab_size"]
@@ -191,7 +193,8 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
             raise EngineUnavailable(f"engine.vllm.extra_args must not set {name}: the engine depends on it")
     arguments: dict[str, Any] = {
         "model": model,
-        "skip_tokenizer_init": True,  # token ids go in and come out
+        # token ids go in and come out; only a grammar has to know what they stand for
+        "skip_tokenizer_init": not v.structured_outputs,
         "dtype": v.dtype or settings.model.dtype,
         "max_model_len": settings.model.max_model_len,
         "gpu_memory_utilization": v.gpu_memory_utilization,

@@ -71,6 +71,8 @@ def _own_sampler(request: Request, max_tokens: int, seeds: bool) -> dict[str, An
     }
     if request.prompt_logprobs is not None and not request.output:
         arguments["prompt_logprobs"] = request.prompt_logprobs
+    if request.json_schema is not None:
+        arguments["json_schema"] = request.json_schema
     if p.logit_bias:
         arguments["logit_bias"] = dict(p.logit_bias)
     if seeds and request.seeded and not is_greedy(p):

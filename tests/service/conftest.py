@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
 from deployments.launch import Service
 from llm42.config import Settings
+from llm42.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +32,12 @@ async def aclient(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     made = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
     async with made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The default model's."""
+    path = Settings().model.path
+    if not Path(path).is_file():
+        pytest.fail("the default model is missing: python -m llm42.models.fetch")
+    return Tokenizer.load(path)

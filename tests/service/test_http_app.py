@@ -4,105 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
-from deployments.http_app import Status, create_app
+from deployments.http_app import create_app
 from deployments.openai_types import CompletionBody
 from deployments.translate import plan
-from llm42.config import Settings
-from llm42.protocol import (
-    Delta,
-    FinishReason,
-    Overloaded,
-    Request,
-    RequestRejected,
-    RequestStats,
-    TokenLogprob,
-    VerifierUnavailable,
-)
+from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestRejected, VerifierUnavailable
 from llm42.tokenizer import Tokenizer
-
-SETTINGS = Settings()
-MODEL = SETTINGS.model.name
-Script = Callable[[Request], AsyncGenerator[Delta, None]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    if not Path(SETTINGS.model.path).is_file():
-        pytest.fail("the default model is missing: python -m llm42.models.fetch")
-    return Tokenizer.load(SETTINGS.model.path)
-
-
-class Scripted:
-    """Answers with what `script` yields; notes the requests and whether each generator was closed."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self.requests: list[Request] = []
-        self.closed = asyncio.Event()
-
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        self.requests.append(request)
-        try:
-            async for delta in self._script(request):
-                yield delta
-        finally:
-            self.closed.set()
-
-    async def status(self) -> Status:
-        return Status(serving=True)
-
-
-async def hello(request: Request) -> AsyncGenerator[Delta, None]:
-    """Three pieces; the first has tokens but no text yet."""
-    lp = [TokenLogprob(t, -0.1 * (i + 1) - 1e-9, ((t, -0.25),)) for i, t in enumerate((19556, 28, 905))]
-    yield Delta((19556,), "", (lp[0],), fingerprint="f00d" if request.deterministic else None)
-    yield Delta((28,), "Hello,", (lp[1],))
-    stats = RequestStats(windows=2, verified_tokens=3) if request.deterministic else None
-    yield Delta((905,), " world", (lp[2],), finish_reason=FinishReason.STOP, stats=stats)
-
-
-@asynccontextmanager
-async def client(
-    tokenizer: Tokenizer, script: Script = hello
-) -> AsyncIterator[tuple[httpx.AsyncClient, Scripted]]:
-    backend = Scripted(script)
-    transport = httpx.ASGITransport(create_app(SETTINGS, tokenizer, backend), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield http, backend
-
-
-def chat(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
-
-
-def completion(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "Hi", **fields}
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The JSON events of a stream, which must end with [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def assert_error(reply: httpx.Response, status: int, param: str | None) -> dict[str, Any]:
-    assert reply.status_code == status, reply.text
-    assert set(reply.json()) == {"error"}
-    error = reply.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["param"] == param
-    return dict(error)
-
+from tests.service.scripted import (
+    JSON,
+    MODEL,
+    SETTINGS,
+    Script,
+    Scripted,
+    assert_error,
+    chat,
+    client,
+    completion,
+    events,
+)
 
 LONG = SETTINGS.model.max_model_len
 REFUSED = [
@@ -144,7 +67,9 @@ REFUSED = [
     (completion(prompt="\ud800"), 400, "prompt"),
     (completion(prompt=["a"] * 64, n=16), 400, "prompt"),
     (completion(prompt="word " * 10**6), 400, "prompt"),
-    (completion(echo=True), 400, "echo"),
+    (completion(echo="yes"), 400, "echo"),
+    (chat(echo=True), 400, "echo"),
+    (completion(prompt_logprobs=21), 400, "prompt_logprobs"),
     (completion(suffix="end"), 400, "suffix"),
     (completion(best_of=3), 400, "best_of"),
     (completion(some_new_sampler=0.5), 400, "some_new_sampler"),
@@ -180,9 +105,6 @@ async def test_wrong_requests_are_refused_before_any_token(
         reply = await http.post(path, content=json.dumps({"stream": stream} | body), headers=JSON)
         assert_error(reply, status, param)
         assert backend.requests == []
-
-
-JSON = {"content-type": "application/json"}
 
 
 def test_a_hopelessly_long_text_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,88 @@
+"""Log-probabilities as the OpenAI dialects, and vLLM's `prompt_logprobs`, write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from llm42.protocol import TokenLogprob
+from llm42.receipt import finite
+
+
+class TokenNames(Protocol):
+    """How one token is shown (llm42.tokenizer.Tokenizer does it)."""
+
+    def token_text(self, token: int) -> str:
+        """Readable; special tokens spelled out."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """Exact; a token may hold a part of a character only."""
+        ...
+
+
+class LogprobWriter:
+    """From entries to JSON values."""
+
+    def __init__(self, tokens: TokenNames) -> None:
+        self._tokens = tokens
+
+    def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """`choices[].logprobs` of a chat reply."""
+        content = []
+        for entry in entries:
+            top = [self._chat_token(token, logprob) for token, logprob in entry.top]
+            content.append(self._chat_token(entry.token, entry.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, entries: Sequence[TokenLogprob], count: int, offset: int, first: int | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """`choices[].logprobs` of a completion, and the text offset after it.
+
+        count: alternatives per token; 0: no top_logprobs. offset: characters of token texts before. first: a
+        token in front whose log-probability nobody knows (the prompt's first).
+        """
+        tokens = [self._tokens.token_text(e.token) for e in entries]
+        logprobs: list[float | None] = [finite(e.logprob) for e in entries]
+        tops: list[dict[str, float] | None] = [self._alternatives(e, count) for e in entries]
+        if first is not None:
+            tokens.insert(0, self._tokens.token_text(first))
+            logprobs.insert(0, None)
+            tops.insert(0, None)
+        offsets = []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops if count else None,
+            "text_offset": offsets,
+        }, offset
+
+    def prompt(self, entries: Sequence[TokenLogprob], count: int) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs`: null for the first token, then id -> logprob, rank and text. The rank of a token
+        that is not among the `count` likeliest is null."""
+        found: list[dict[str, Any] | None] = [None]
+        for entry in entries:
+            ranked = list(enumerate(entry.top[:count], 1))
+            rows = {token: self._prompt_token(token, p, rank) for rank, (token, p) in ranked}
+            rows.setdefault(entry.token, self._prompt_token(entry.token, entry.logprob, None))
+            found.append({str(token): row for token, row in rows.items()})
+        return found
+
+    def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = list(self._tokens.token_bytes(token))
+        return {"token": self._tokens.token_text(token), "logprob": finite(logprob), "bytes": raw}
+
+    def _prompt_token(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._tokens.token_text(token)
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    def _alternatives(self, entry: TokenLogprob, count: int) -> dict[str, float]:
+        """Keyed by text, likeliest first; of two ids with one text the likelier stays."""
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top[:count], (entry.token, entry.logprob)):
+            found.setdefault(self._tokens.token_text(token), finite(logprob))
+        return found

@@ -1,0 +1,119 @@
+"""Who may ask for what: API keys, what a request gets that does not say, and each key's share of determinism.
+
+Keys are optional. Only their SHA-256 is configured; a presented key is hashed and compared in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deployments import errors
+from deployments.openai_types import GenerationBody
+from llm42.config import ApiKeySettings, Settings
+from llm42.protocol import Overloaded, RequestRejected
+
+HEADER = "X-LLM42-Deterministic"
+"""A request's wish for determinism, where its body cannot be changed."""
+OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/openapi.json"})
+"""What is answered without a key."""
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class KeyPolicy:
+    """One key's rights, and how many deterministic outputs it has under way through this process."""
+
+    def __init__(self, key: ApiKeySettings | None, settings: Settings) -> None:
+        """key: None where nobody is asked for a key."""
+        self._key, self._server = key, settings.server
+        self._limit = places(settings) * key.deterministic_share if key is not None else None
+        self._held = 0
+
+    @property
+    def name(self) -> str:
+        """What logs call it; empty without a key."""
+        return self._key.name if self._key is not None else ""
+
+    def wants_determinism(self, body: GenerationBody, headers: Mapping[str, str]) -> bool:
+        """Body and header, which must not disagree; else the key's default; else the server's.
+
+        Raises RequestRejected, Forbidden.
+        """
+        asked, said = body.asks_for_determinism, headers.get(HEADER)
+        if said is not None:
+            word = _WORDS.get(said.strip().lower())
+            if word is None:
+                raise RequestRejected(f"{HEADER} must be 'true' or 'false'.", HEADER)
+            if asked not in (None, word):
+                raise RequestRejected(f"{HEADER} and the body's field disagree.", HEADER)
+            asked = word
+        if asked is None and self._key is not None:
+            asked = self._key.deterministic_default
+        wanted = self._server.deterministic_default if asked is None else asked
+        if wanted and self._limit == 0:
+            raise errors.Forbidden(f"The key '{self.name}' may not ask for deterministic output.")
+        return wanted
+
+    async def hold(self, outputs: int, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """The pieces of a deterministic request, counted as `outputs` while it runs. Raises Overloaded."""
+        if self._limit is not None and self._held and self._held + outputs > self._limit:
+            await pieces.aclose()
+            raise Overloaded(
+                f"The key '{self.name}' has {self._held} deterministic outputs under way; it may have"
+                f" {self._limit:g} (deterministic_share)."
+            )
+        self._held += outputs
+        try:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
+        finally:
+            self._held -= outputs
+
+
+def places(settings: Settings) -> float:
+    """Deterministic outputs that one ingress process may have under way in all."""
+    engine, server = settings.engine, settings.server
+    batch = engine.vllm.max_num_seqs if engine.kind == "vllm" else engine.max_batch
+    replicas = max(server.fastpath_replicas, server.max_fastpath_replicas)
+    return batch * replicas / server.ingress_replicas
+
+
+class KeyGate:
+    """ASGI: refuses requests without a valid key (HTTP 401) where keys are configured, and puts the key's
+    policy into the request's state."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, answers: errors.Errors) -> None:
+        self._app, self._answers = app, answers
+        keys = settings.server.api_keys
+        self._policies = [(bytes.fromhex(k.sha256), KeyPolicy(k, settings)) for k in keys]
+        self._anyone = KeyPolicy(None, settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything but HTTP through."""
+        if scope["type"] == "http":
+            policy = self._find(Headers(scope=scope).get("authorization", ""))
+            if policy is None and scope["path"] not in OPEN_PATHS:
+                refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
+                await self._answers.from_exception(refusal)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["policy"] = policy or self._anyone
+        await self._app(scope, receive, send)
+
+    def _find(self, header: str) -> KeyPolicy | None:
+        """The policy of the presented key. Every key is compared, whichever fits: the time tells nothing."""
+        if not self._policies:
+            return self._anyone
+        scheme, _, key = header.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, policy in self._policies:
+            if hmac.compare_digest(known, digest):
+                found = policy
+        return found if scheme.lower() == "bearer" else None

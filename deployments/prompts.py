@@ -1,0 +1,162 @@
+"""Prompts of a request as token ids: texts, ids, batches of both, and messages through the chat template."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from deployments.messages import Message, Tool
+from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, TemplateOptions
+from llm42.protocol import RequestRejected
+from llm42.tokenizer import Tokenizer
+
+MAX_PROMPTS = 64
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
+"""Variables of templates that chat_template_kwargs may not set, nor the names of special tokens."""
+
+Prompt = tuple[int, ...]
+
+
+def prompts_of(body: GenerationBody, context: int, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
+    """Each not empty and inside the vocabulary. Raises RequestRejected with the field's name."""
+    if isinstance(body, ChatBody):
+        tools = body.tools if body.tool_choice != "none" else None
+        text = render_chat(body.messages, tools, body, context, tokenizer)
+        raw, param = [tokenizer.encode(require_unicode(text, "messages"))], "messages"
+    else:
+        assert isinstance(body, CompletionBody)
+        raw, param = _completion_prompts(body, context, tokenizer), "prompt"
+    if not 0 < len(raw) <= MAX_PROMPTS:
+        raise RequestRejected(f"{param}: between 1 and {MAX_PROMPTS} prompts are needed.", param)
+    for ids in raw:
+        if not ids:
+            raise RequestRejected(f"{param}: an empty prompt cannot be continued.", param)
+        require_known(ids, param, tokenizer)
+    return tuple(tuple(ids) for ids in raw)
+
+
+def echoes_of(body: CompletionBody, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The text of each prompt: as it was given, or of its ids."""
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    texts = [p for p in given if isinstance(p, str)]
+    return tuple(texts) if texts else tuple(tokenizer.decode(p, skip_special=False) for p in prompts)
+
+
+def render_chat(
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    options: TemplateOptions,
+    context: int,
+    tokenizer: Tokenizer,
+) -> str:
+    """The prompt's text. Refuses what the template would leave out, and what cannot fit `context` tokens."""
+    for message in messages:
+        require_unicode(message.name or "", "messages")  # a template may leave it out
+    parts = [str(part) for m in messages for part in m.for_template().values()]
+    require_room("".join(parts), "messages", context, tokenizer)
+    if options.continue_final_message and not (messages[-1].role == "assistant" and messages[-1].text):
+        raise RequestRejected(
+            "continue_final_message needs a last message of the assistant, with text.",
+            "continue_final_message",
+        )
+    variables = _template_variables(options, tokenizer)
+    if tools:
+        _require_tools(tokenizer)
+        variables["tools"] = [tool.for_template() for tool in tools]
+    ending = bool(options.continue_final_message)
+    text = tokenizer.apply_chat_template(
+        [m.for_template() for m in messages],
+        (not ending) if options.add_generation_prompt is None else options.add_generation_prompt,
+        date=_date(options.date),
+        continue_final_message=ending,
+        **variables,
+    )
+    _require_nothing_lost(messages, text)
+    require_room(text, "messages", context, tokenizer)
+    return text
+
+
+def require_room(text: str, param: str, context: int, tokenizer: Tokenizer) -> None:
+    """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
+    longest = context * tokenizer.longest_token
+    if len(text) > longest and len(text.strip()) > longest:  # some templates strip
+        raise RequestRejected(
+            f"{param}: {len(text)} characters cannot fit the context of {context} tokens.",
+            param,
+            "context_length_exceeded",
+        )
+
+
+def require_unicode(text: str, param: str) -> str:
+    """The text itself; JSON can carry a lone surrogate, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(f"{param}: not valid Unicode: {error.reason}", param) from error
+    return text
+
+
+def require_known(ids: Sequence[int], param: str, tokenizer: Tokenizer) -> None:
+    """Refuses ids outside the vocabulary."""
+    if ids and max(ids) >= tokenizer.vocab_size:
+        raise RequestRejected(
+            f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",
+            param,
+        )
+
+
+def _completion_prompts(body: CompletionBody, context: int, tokenizer: Tokenizer) -> list[list[int]]:
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    ids = [p for p in given if isinstance(p, int)]
+    if ids:
+        return [ids]
+    texts = [p for p in given if isinstance(p, str)]
+    for text in texts:
+        require_room(text, "prompt", context, tokenizer)
+    return [_encode(p, tokenizer) for p in texts] or [list(p) for p in given if isinstance(p, list)]
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
+    return tokenizer.encode(require_unicode(text, "prompt"), add_special=True) if text else []
+
+
+def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    given = dict(options.chat_template_kwargs or {})
+    for name in given:
+        if name in RESERVED or name in tokenizer.special or not name.isidentifier():
+            raise RequestRejected(
+                f"chat_template_kwargs: '{name}' cannot be set there.", "chat_template_kwargs"
+            )
+    return given
+
+
+def _date(text: str | None) -> datetime.date | None:
+    if text is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError as error:
+        raise RequestRejected(f"date: {error}", "date") from error
+
+
+def _require_tools(tokenizer: Tokenizer) -> None:
+    template = tokenizer.chat_template
+    if template is not None and "tools" not in template.variables:
+        raise RequestRejected("This model's chat template knows no tools.", "tools")
+
+
+def _require_nothing_lost(messages: Sequence[Message], text: str) -> None:
+    """Tool calls and results must be in the prompt: many templates leave them out without a word."""
+    for index, message in enumerate(messages):
+        wanted = [call.function.name for call in message.tool_calls or ()]
+        if message.role == "tool":
+            wanted.append(message.text.strip())
+        for part in wanted:
+            if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+                raise RequestRejected(
+                    f"messages[{index}]: this model's chat template leaves out tool calls or tool results.",
+                    "messages",
+                )
