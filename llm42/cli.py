@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from llm42.cli_telemetry import MetricsPortOption, metrics_for, top
 from llm42.config import Settings
 from llm42.protocol import LLM42Error
+from llm42.steps import Steps
 
 if TYPE_CHECKING:
     from deployments.launch import Service
-    from llm42.driver import Generator
+    from llm42.embedded import Embedded
     from llm42.protocol import Request, RequestStats
 
 app = typer.Typer(
@@ -72,13 +73,17 @@ def serve(
     config: ConfigOption = None,
     host: Annotated[str | None, typer.Option(help="address to listen on, instead of the config's")] = None,
     port: Annotated[int | None, typer.Option(help="port, instead of the config's", min=1, max=65535)] = None,
+    metrics_port: Annotated[int, typer.Option(help="default: 8090, or a free one", min=0, max=65535)] = 0,
 ) -> None:
     """Starts the service on this machine and serves until Ctrl-C."""
-    from deployments.launch import Service
+    from deployments.launch import Service, default_metrics_port
 
     settings = load_settings(config)
+    metrics_port = metrics_port or settings.telemetry.metrics_port or default_metrics_port()
+    telemetry = settings.telemetry.model_copy(update={"metrics_port": metrics_port})
     changes = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
-    settings = settings.model_copy(update={"server": settings.server.model_copy(update=changes)})
+    server = settings.server.model_copy(update=changes)
+    settings = settings.model_copy(update={"server": server, "telemetry": telemetry})
     stop = threading.Event()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -86,41 +91,12 @@ def serve(
             problem = _certification_problem(service)
             steps.done()
             _announce(service.url, settings, problem)
+            out.print(f"\nMetrics; live: llm42 top {service.metrics_url}", soft_wrap=True)
             with suppress(KeyboardInterrupt):
                 stop.wait()
             err.print("Stopping ...")
     except KeyboardInterrupt:
         err.print("Interrupted; nothing is left running.")
-
-
-class Steps:
-    """Shows the step that is going on with a spinner, and the steps that are done with their time."""
-
-    def __init__(self) -> None:
-        self._status = err.status("")
-        self._current, self._began = "", 0.0
-
-    def __call__(self, text: str) -> None:
-        """Begins a step, or says more about the current one: what follows a colon is not a new step."""
-        step = text.partition(":")[0]
-        if step != self._current:
-            self.done()
-            self._current, self._began = step, time.monotonic()
-            self._status.start()
-        self._status.update(escape(text))
-
-    def done(self) -> None:
-        """The current step is over."""
-        if self._current:
-            self._status.stop()
-            err.print(f"[green]✓[/] {escape(self._current)} [dim]{time.monotonic() - self._began:.1f} s[/]")
-            self._current = ""
-
-    def __enter__(self) -> Steps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -173,16 +149,19 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="default: server.default_seed")] = None,
     raw: Annotated[bool, typer.Option(help="no chat template")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of streamed text")] = False,
+    metrics_port: MetricsPortOption = None,
 ) -> None:
     """Answers one prompt in this process, without a server."""
     from llm42.embedded import Embedded
     from llm42.protocol import Request, SamplingParams
 
     settings = load_settings(config)
-    with Steps() as steps:
-        embedded = Embedded(settings, deterministic, steps)
+    with (
+        metrics_for(settings, metrics_port) as metrics,
+        Steps() as steps,
+        Embedded(settings, deterministic, steps, metrics) as embedded,
+    ):
         steps.done()
-    with embedded:
         tokenizer = embedded.tokenizer
         if raw:
             ids = tokenizer.encode(prompt, add_special=True)
@@ -202,14 +181,14 @@ def generate(
             deterministic=deterministic,
             stop_token_ids=tokenizer.eos_token_ids,
         )
-        asyncio.run(_print_answer(embedded.generator, request, as_json))
+        asyncio.run(_print_answer(embedded, request, as_json))
 
 
-async def _print_answer(generator: Generator, request: Request, as_json: bool) -> None:
+async def _print_answer(embedded: Embedded, request: Request, as_json: bool) -> None:
     tokens: list[int] = []
     text, fingerprint, finish = "", None, None
     stats: RequestStats | None = None
-    async with aclosing(generator.generate(request)) as deltas:
+    async with aclosing(embedded.generate(request)) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
             text += delta.text
@@ -255,12 +234,18 @@ def demo(
     tokens: Annotated[int, typer.Option(min=1, help="output tokens of each prompt")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+    metrics_port: MetricsPortOption = None,
 ) -> None:
     """Sends prompts alone and again under load, best-effort and deterministic, and counts what changed."""
     from llm42.commands import run_demonstration
 
     settings = load_settings(config)
-    raise typer.Exit(run_demonstration(settings, requests, load, tokens, temperature, as_json))
+    with metrics_for(settings, metrics_port) as metrics:
+        code = run_demonstration(settings, requests, load, tokens, temperature, as_json, metrics)
+    raise typer.Exit(code)
+
+
+app.command()(top)
 
 
 @app.command()
@@ -275,3 +260,39 @@ def affinity(
     from llm42.commands import run_affinity
 
     raise typer.Exit(run_affinity(load_settings(config), requests, tokens, concurrent, as_json))
+
+
+@app.command()
+def audit(
+    file: Annotated[Path, typer.Argument(help="stored answers, one JSON object a line (docs/audits.md)")],
+    config: ConfigOption = None,
+    url: Annotated[
+        str | None, typer.Option(help="audit by this running server, instead of in this process")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="the server's API key, if it asks for one", envvar="LLM42_API_KEY")
+    ] = None,
+    manifest: Annotated[
+        list[Path] | None,
+        typer.Option(help="stored reply of GET /v1/fingerprint, to explain another fingerprint (repeatable)"),
+    ] = None,
+    require_signature: Annotated[
+        bool, typer.Option(help="an answer without a valid signature is not confirmed")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
+) -> None:
+    """Replays stored answers through a verifier.
+
+    Exit code 0: all are confirmed; 1: not all; 2: lines that are no records; 3: no audit took place.
+    """
+    from llm42.audit_command import AuditOptions, run_audit
+    from llm42.audit_file import AuditFileError
+    from llm42.receipt import InvalidReceipt
+
+    options = AuditOptions(file, url, api_key, manifest or (), require_signature, as_json)
+    try:
+        code = run_audit(options, lambda: load_settings(config))
+    except LLM42Error as error:
+        err.print(f"[bold red]Error:[/] {escape(str(error))}")
+        code = 2 if isinstance(error, (InvalidReceipt, AuditFileError)) else 3
+    raise typer.Exit(code)

@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from llm42.config import Settings
+from llm42.metrics import Metrics
 
 out, err = Console(), Console(stderr=True)
 
@@ -80,7 +81,13 @@ def _certificate_table(certificate: Any) -> Table:
 
 
 def run_demonstration(
-    settings: Settings, requests: int, load: int, tokens: int, temperature: float, as_json: bool
+    settings: Settings,
+    requests: int,
+    load: int,
+    tokens: int,
+    temperature: float,
+    as_json: bool,
+    metrics: Metrics | None = None,
 ) -> int:
     """Runs the demonstration with a progress bar. Returns the exit code: 1 if a deterministic output
     changed."""
@@ -96,6 +103,7 @@ def run_demonstration(
             tokens,
             temperature,
             lambda what, done: progress.update(bar, description=what, advance=done),
+            metrics,
         )
     if as_json:
         print(json.dumps(result.to_json()))

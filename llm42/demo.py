@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,9 +15,12 @@ from kernels.linear import batch_dependent
 from kernels.operators import Operators
 from llm42.config import Settings, engine_threads
 from llm42.driver import Generator
+from llm42.embedded import Reporting
 from llm42.engine.torch_engine import TorchEngine
 from llm42.local import LocalVerifier
-from llm42.protocol import Request, RequestStats, SamplingParams
+from llm42.metrics import Metrics, NullMetrics
+from llm42.observe import Observed
+from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 
@@ -148,13 +151,16 @@ class Demo:
         ids: list[int] = []
         logprobs: list[float] = []
         stats = None
-        async for delta in self.generator.generate(request):
+        async for delta in self._observed(request):
             ids += delta.token_ids
             logprobs += [x.logprob for x in delta.logprobs]
             stats = delta.stats or stats
         if label:
             self.progress(label, 1)
         return ids, logprobs, stats
+
+    def _observed(self, request: Request) -> AsyncGenerator[Delta, None]:
+        return Observed(request, self.generator.metrics).run(self.generator.generate(request))
 
     async def _noise(self) -> None:
         """`load` best-effort streams of random prompts and lengths, each replaced when it ends."""
@@ -166,7 +172,7 @@ class Demo:
                 request = Request(
                     f"noise-{n}-{k}", prompt, rng.randrange(8, 64), SamplingParams(temperature=1.0)
                 )
-                async for _ in self.generator.generate(request):
+                async for _ in self._observed(request):
                     pass
 
         await asyncio.gather(*(stream(n) for n in range(self.load)))
@@ -203,6 +209,7 @@ def run_demo(
     tokens: int = 128,
     temperature: float = 0.0,
     progress: Progress = lambda _what, _done: None,
+    metrics: Metrics | None = None,
 ) -> DemoResult:
     """Loads, certifies, runs both modes. Raises CertificationFailed, ModelFileError."""
     progress("loading the model", 0)
@@ -214,7 +221,9 @@ def run_demo(
     ops, label = fast_path_operators(certificate.row_counts_matter)
     verifier = build_verifier(settings, model, tokenizer, certificate).start()
     engine = TorchEngine(model, settings.engine, ops).start()
-    generator = Generator(engine, tokenizer, settings, LocalVerifier(verifier))
+    metrics = metrics or NullMetrics()
+    reporting = Reporting(verifier, settings, metrics)
+    generator = Generator(engine, tokenizer, settings, LocalVerifier(verifier), metrics)
     demo = Demo(generator, tokenizer, requests, load, tokens, temperature, progress)
 
     async def both() -> tuple[ModeResult, ModeResult]:
@@ -224,6 +233,7 @@ def run_demo(
         best_effort, deterministic = asyncio.run(both())
     finally:
         engine.close()
+        reporting.close()
         verifier.close()
     return DemoResult(
         model=settings.model.name,
