@@ -24,49 +24,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.base import EngineLoad, EngineOutput, Sink
+from llm42.engine.base import EngineLoad, Sink
 from llm42.engine.vllm_connection import Connection, connect
 from llm42.engine.vllm_sampling import arguments_of, finish_of, token_logprobs
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
+from llm42.engine.vllm_stream import Attempt, Stream
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One vLLM request, and what carries it."""
-
-    id: str
-    priority: int
-    task: asyncio.Task[None] | None = None
-
-
-@dataclass(slots=True)
-class Stream:
-    """A request in the engine."""
-
-    request: Request
-    sink: Sink
-    limit: int
-    epoch: int = 0
-    count: int = 0
-    """Output tokens reported in this epoch; of a deterministic request they are kept in `output`."""
-    output: list[int] = field(default_factory=list)
-    surplus: list[int] = field(default_factory=list)
-    """Decoded beyond `limit`, not reported."""
-    parked: bool = False
-    """Waits for a rollback or an abort after an end-of-text candidate."""
-    attempt: Attempt | None = None
-    attempts: int = 0
-    told: bool = False
-    """vLLM has told what comes with a first output."""
-    news: dict[str, Any] = field(default_factory=dict)
-    """What goes with the next report of tokens."""
 
 
 class VllmEngine:
@@ -208,7 +176,7 @@ class VllmEngine:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.limit = limit
-            self._release(stream)
+            stream.release(self._plant)
             self._proceed(stream)
 
     def _roll_back(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
@@ -216,8 +184,7 @@ class VllmEngine:
         if stream is None:
             return
         self._stop(stream)
-        stream.output, stream.count, stream.epoch, stream.limit = [*output], len(output), epoch, limit
-        stream.surplus, stream.parked = [], False
+        stream.restart(output, epoch, limit)
         self._proceed(stream)
 
     def _leave(self, request_id: str) -> None:
@@ -233,7 +200,7 @@ class VllmEngine:
 
     def _proceed(self, stream: Stream) -> None:
         """Submits what is known of the stream, unless it is running already or has to wait."""
-        if stream.attempt is not None or stream.parked or stream.surplus or stream.count >= stream.limit:
+        if stream.attempt is not None or stream.full:
             return
         # two steps of vLLM's priority for one of ours: a resubmission comes before its equals, and before
         # nobody else
@@ -274,48 +241,22 @@ class VllmEngine:
         """vLLM's new tokens (a RequestOutput); False when the attempt must end here."""
         new = output.outputs[0]
         finish, tokens = finish_of(new.finish_reason), new.token_ids
+        if not stream.told:
+            stream.learn(output)
         if not stream.request.deterministic:
-            logprobs = token_logprobs(tokens, new.logprobs, stream.request.num_logprobs)
-            stream.news |= self._told(stream, output)
-            self._report(stream, tokens, logprobs, finish)
+            stream.report(tokens, token_logprobs(tokens, new.logprobs, stream.request.num_logprobs), finish)
             if finish is not None:
                 self._streams.pop(stream.request.request_id, None)
             return True
         if finish is FinishReason.ABORT:
             raise RuntimeError("vLLM aborted the request")  # not at our word: `attempt` would be another one
         stream.surplus += tokens
-        stream.news |= self._told(stream, output)
-        self._release(stream)
-        if finish is None and not stream.parked and stream.count < stream.limit:
+        stream.release(self._plant)
+        if finish is None and not stream.full:
             return True
         stream.attempt = None
         self._proceed(stream)
         return False
-
-    def _told(self, stream: Stream, output: Any) -> dict[str, Any]:
-        """What goes with a request's first output: vLLM tells it there, and never again."""
-        if stream.told:
-            return {}
-        stream.told, request = True, stream.request
-        told: dict[str, Any] = {"cached_tokens": getattr(output, "num_cached_tokens", None)}
-        if request.prompt_logprobs is not None and not request.deterministic and not request.output:
-            found = (output.prompt_logprobs or [None])[1:]
-            told["prompt_logprobs"] = token_logprobs(request.prompt[1:], found, request.prompt_logprobs)
-        return told
-
-    def _release(self, stream: Stream) -> None:
-        """Reports surplus tokens up to the bound, or to an end token, after which the stream parks."""
-        if stream.parked:
-            return
-        tokens = [self._plant(t) for t in stream.surplus[: max(0, stream.limit - stream.count)]]
-        del stream.surplus[: len(tokens)]
-        end = next((i for i, t in enumerate(tokens) if t in stream.request.stop_token_ids), None)
-        if end is not None:
-            del tokens[end + 1 :]
-            stream.surplus, stream.parked = [], True
-        if tokens:
-            stream.output += tokens
-            self._report(stream, tokens)
 
     def _plant(self, token: int) -> int:
         """Test plant `engine.corrupt_share`: a wrong candidate now and then."""
@@ -327,25 +268,10 @@ class VllmEngine:
 
     def _fail(self, stream: Stream, error: str) -> None:
         self._streams.pop(stream.request.request_id, None)
-        self._report(stream, error=error)
+        stream.report(error=error)
 
     def _fail_all(self, error: str) -> None:
         """vLLM is gone, or about to go."""
         for stream in list(self._streams.values()):
             self._stop(stream)
             self._fail(stream, error)
-
-    def _report(
-        self,
-        stream: Stream,
-        tokens: Sequence[int] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        finish: FinishReason | None = None,
-        error: str | None = None,
-    ) -> None:
-        start, request_id = stream.count, stream.request.request_id
-        told, stream.news = (stream.news, {}) if tokens else ({}, stream.news)
-        stream.count += len(tokens)
-        stream.sink(
-            EngineOutput(request_id, stream.epoch, start, tuple(tokens), logprobs, finish, error, **told)
-        )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
 
-from llm42.engine.vllm import Stream, VllmEngine
+from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm_stream import Stream
 from llm42.protocol import FinishReason, Request
 
 
@@ -186,9 +187,9 @@ def test_rollbacks_in_a_row_leave_one_attempt(make: Make) -> None:
 class NeverParks(VllmEngine):
     """Goes on after an end token."""
 
-    def _release(self, stream: Stream) -> None:
-        super()._release(stream)
+    def _proceed(self, stream: Stream) -> None:
         stream.parked = False
+        super()._proceed(stream)
 
 
 @pytest.mark.parametrize("engine", [VllmEngine, NeverParks])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
 
-from llm42.engine.vllm import Stream, VllmEngine
+from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm_stream import Stream
 from llm42.protocol import Overloaded, RequestRejected
 
 

@@ -1,0 +1,91 @@
+"""One request of the vLLM engine: what is known of it, what may be reported, whether it may run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm42.engine.base import EngineOutput, Sink
+from llm42.engine.vllm_sampling import token_logprobs
+from llm42.protocol import FinishReason, Request, TokenLogprob
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One vLLM request, and what carries it."""
+
+    id: str
+    priority: int
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request in the engine, carried by one attempt after another."""
+
+    request: Request
+    sink: Sink
+    limit: int
+    epoch: int = 0
+    count: int = 0
+    """Output tokens reported in this epoch; of a deterministic request they are kept in `output`."""
+    output: list[int] = field(default_factory=list)
+    surplus: list[int] = field(default_factory=list)
+    """Decoded beyond `limit`, not reported."""
+    parked: bool = False
+    """Waits for a rollback or an abort after an end-of-text candidate."""
+    attempt: Attempt | None = None
+    attempts: int = 0
+    told: bool = False
+    """vLLM has told what comes with a first output."""
+    news: dict[str, Any] = field(default_factory=dict)
+    """What goes with the next report of tokens."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it has to wait: for its bound to move, or for a rollback."""
+        return self.parked or self.count >= self.limit
+
+    def restart(self, output: Sequence[int], epoch: int, limit: int) -> None:
+        """Makes the output exactly `output`."""
+        self.output, self.count, self.epoch, self.limit = [*output], len(output), epoch, limit
+        self.surplus, self.parked = [], False
+
+    def release(self, plant: Callable[[int], int]) -> None:
+        """Reports surplus tokens up to the bound, or to an end token, after which the stream parks.
+
+        plant: what becomes of each token (the engine's test plant).
+        """
+        if self.full or not self.surplus:
+            return
+        tokens = [plant(t) for t in self.surplus[: self.limit - self.count]]
+        del self.surplus[: len(tokens)]
+        end = next((i for i, t in enumerate(tokens) if t in self.request.stop_token_ids), None)
+        if end is not None:
+            del tokens[end + 1 :]
+            self.surplus, self.parked = [], True
+        self.output += tokens
+        self.report(tokens)
+
+    def learn(self, output: Any) -> None:
+        """Keeps what comes with a first output (a RequestOutput): vLLM tells it there, and never again."""
+        self.told, request = True, self.request
+        self.news["cached_tokens"] = getattr(output, "num_cached_tokens", None)
+        if request.prompt_logprobs is not None and not request.deterministic and not request.output:
+            found = (output.prompt_logprobs or [None])[1:]
+            self.news["prompt_logprobs"] = token_logprobs(request.prompt[1:], found, request.prompt_logprobs)
+
+    def report(
+        self,
+        tokens: Sequence[int] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        finish: FinishReason | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Tells the sink."""
+        start, request_id = self.count, self.request.request_id
+        told, self.news = (self.news, {}) if tokens and self.news else ({}, self.news)
+        self.count += len(tokens)
+        self.sink(EngineOutput(request_id, self.epoch, start, tuple(tokens), logprobs, finish, error, **told))
