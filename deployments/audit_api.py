@@ -104,9 +104,9 @@ class _Audits:
         replayer = Replayer(self._canon, self._settings.audit, *parts)
         await replayer.audit(claims, findings.append)
         findings.sort(key=lambda f: (f.line, f.choice))
-        results = [{"record": f.line, **f.to_json()} for f in findings]
+        results = [f.to_json() for f in findings]
         for result in results:
-            del result["line"]
+            result["record"] = result.pop("line")
         counted = summary(findings, began)
         return {
             "object": "audit",

@@ -272,7 +272,7 @@ class AuditSettings(_Section):
     max_window: int = Field(
         2048, gt=0, description="longest window of an audit, in candidates; a longer answer takes several"
     )
-    max_records: int = Field(1000, gt=0, description="most records in one call of POST /v1/audit")
+    max_records: int = Field(1000, ge=32, description="most records in one call of POST /v1/audit")
 
     @model_validator(mode="after")
     def _known_key(self) -> AuditSettings:

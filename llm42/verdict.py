@@ -64,8 +64,11 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Without what does not apply."""
-        body = {name: value for name, value in asdict(self).items() if value not in (None, "", {}, False)}
-        return body | {"choice": self.choice, "tokens": self.tokens, "rows": self.rows}
+        body = asdict(self)
+        absent = [
+            name for name, value in body.items() if value is None or value is False or value in ("", {})
+        ]
+        return {name: value for name, value in body.items() if name not in absent}
 
 
 @dataclass(frozen=True, slots=True)

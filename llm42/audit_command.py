@@ -1,0 +1,168 @@
+"""The `audit` command: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from llm42.audit_file import Records, manifest_of, read_records
+from llm42.config import Settings
+from llm42.receipt import InvalidReceipt, Keyring, Signature
+from llm42.verdict import Finding, Verdict, summary
+
+out, err = Console(), Console(stderr=True)
+SHOWN = 20
+"""Findings that are printed; --json has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """What the command line asks for."""
+
+    file: Path
+    url: str | None = None
+    api_key: str | None = None
+    manifests: Sequence[Path] = ()
+    require_signature: bool = False
+    as_json: bool = False
+
+
+def run_audit(options: AuditOptions, settings: Callable[[], Settings]) -> int:
+    """Audits a file and prints what was found. Returns the exit code: 0 when all is confirmed, 1 when
+    something is not, 2 when all that could be read is confirmed but some lines could not. settings: asked
+    only when there is no server. Raises LLM42Error."""
+    records = read_records(options.file)
+    for file in options.manifests:
+        _add_manifest(records, file)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    findings = [Finding(b.line, 0, f"line {b.line}", Verdict.BAD_RECORD, b.message) for b in records.bad]
+    with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
+        bar = progress.add_task("starting", total=len(records.claims))
+
+        def found(finding: Finding) -> None:
+            findings.append(finding)
+            done = len(findings) - len(records.bad)
+            speed = f"{done / max(1e-9, time.monotonic() - began):.1f} records/s"
+            progress.update(bar, description=speed, completed=done)
+
+        def step(what: str) -> None:
+            progress.update(bar, description=what)
+
+        if options.url is not None:
+            from llm42.audit_remote import RemoteAudit
+
+            began = time.monotonic()
+            RemoteAudit(options.url, options.api_key).audit(records, found)
+        else:
+            from llm42.audit_local import LocalAudit
+
+            loaded = settings()
+            keyring, again = Keyring.load(loaded.audit), any(c.output is None for c in records.claims)
+            with LocalAudit(loaded, again, step) as local:
+                began = time.monotonic()
+                asyncio.run(_replayed(local, loaded, keyring, records, found))
+    if options.require_signature:
+        findings = [_signed(f) for f in findings]
+    findings.sort(key=lambda f: (f.line, f.choice))
+    return _told(findings, summary(findings, began), options.as_json)
+
+
+async def _replayed(
+    local: Any, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
+) -> None:
+    from deployments.audit_api import planner
+    from llm42.replay import Replayer
+
+    makes = planner(settings, local.tokenizer)
+    parts = (settings.audit, keyring, local.tokenizer, makes, records.manifests)
+    await Replayer(local.canon, *parts).audit(records.claims, found)
+
+
+def _add_manifest(records: Records, file: Path) -> None:
+    """Adds a stored reply of GET /v1/fingerprint. Raises InvalidReceipt."""
+    try:
+        value = json.loads(file.read_text())
+        known = manifest_of(value) if isinstance(value, dict) else None
+    except (OSError, ValueError) as error:
+        raise InvalidReceipt(f"{file}: {error}") from error
+    if known is None:
+        raise InvalidReceipt(f"{file}: a reply of GET /v1/fingerprint is needed")
+    records.manifests[known[0]] = known[1]
+
+
+def _signed(finding: Finding) -> Finding:
+    """With --require-signature an answer without a signature that can be checked is not confirmed."""
+    if finding.verdict != Verdict.CONFIRMED or finding.signature == Signature.VALID:
+        return finding
+    reason = f"the answer is canonical, but its receipt's signature is: {finding.signature.value}"
+    return replace(finding, verdict=Verdict.BAD_SIGNATURE, reason=reason)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """A difference weighs more than a line that cannot be read."""
+    verdicts = {f.verdict for f in findings} - {Verdict.CONFIRMED}
+    if verdicts - {Verdict.BAD_RECORD}:
+        return 1
+    return 2 if verdicts else 0
+
+
+def _told(findings: Sequence[Finding], counted: dict[str, Any], as_json: bool) -> int:
+    code, odd = exit_code(findings), [f for f in findings if f.verdict != Verdict.CONFIRMED]
+    if as_json:
+        print(json.dumps({"exit_code": code, **counted, "findings": [f.to_json() for f in odd]}))
+        return code
+    for finding in odd[:SHOWN]:
+        out.print(_line(finding), markup=False, soft_wrap=True)
+    if len(odd) > SHOWN:
+        out.print(f"... and {len(odd) - SHOWN} more; --json lists all of them.")
+    table = Table("", "answers", title="Audit")
+    for verdict in Verdict:
+        if counted[verdict.value] or verdict == Verdict.CONFIRMED:
+            table.add_row(verdict.value.replace("_", " "), str(counted[verdict.value]))
+    out.print(table)
+    signatures = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in counted["signatures"].items() if n)
+    out.print(f"Signatures: {signatures}.", markup=False)
+    out.print(
+        f"{counted['records_s']:g} answers/s, {counted['tokens_s']:g} output tokens/s,"
+        f" {counted['seconds']:.1f} s.",
+        markup=False,
+    )
+    return code
+
+
+def _line(finding: Finding) -> str:
+    """One finding in words."""
+    parts = [f"line {finding.line}"]
+    if finding.choice:
+        parts.append(f"choice {finding.choice}")
+    if finding.id and not finding.id.startswith("line "):
+        parts.append(finding.id)
+    text = f"{', '.join(parts)}: {finding.verdict.value.replace('_', ' ')}: {finding.reason}"
+    if (d := finding.difference) is not None:
+        text += f"\n    recorded: token {d.recorded_token}, log-probability {_number(d.recorded_logprob)}"
+        if d.recorded_token != d.canonical_token:
+            text += f" (the verifier's for it: {_number(d.recorded_token_canonical_logprob)})"
+        text += f"\n    canonical: token {d.canonical_token}, log-probability {_number(d.canonical_logprob)}"
+    for name, (theirs, ours) in finding.fields.items():
+        text += f"\n    {name}: {theirs!r} in the answer's manifest, {ours!r} in the verifier's"
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "not recorded" if value is None else repr(value)

@@ -1,0 +1,137 @@
+"""An audit by a running server: records go to POST /v1/audit, several in a call and a few calls at a time."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from llm42.audit_file import Records
+from llm42.protocol import LLM42Error
+from llm42.receipt import Signature
+from llm42.verdict import Difference, Finding, Verdict
+
+BATCH_RECORDS, BATCH_BYTES = 32, 1 << 20
+CONCURRENCY = 4
+ATTEMPTS = 8
+TIMEOUT_S = 1800.0
+RETRIED = (429, 502, 503)
+Numbered = list[tuple[int, dict[str, Any]]]
+
+
+class ServerProblem(LLM42Error):
+    """The server cannot be reached, or does not audit."""
+
+    code = "server_problem"
+
+
+class RemoteAudit:
+    """A client of one server."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """url: the server's root, such as http://127.0.0.1:8000."""
+        if not url.startswith(("http://", "https://")):
+            raise ServerProblem(f"{url}: a URL such as http://127.0.0.1:8000 is needed")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def fingerprint(self) -> str:
+        """The server's. Raises ServerProblem."""
+        return str(self._call("/v1/fingerprint")["fingerprint"])
+
+    def audit(self, records: Records, found: Callable[[Finding], None]) -> None:
+        """Tells `found` about every claim, from several threads one at a time. What the server refuses to
+        look at is a finding of the records of that call. Raises ServerProblem when it is not there."""
+        self.fingerprint()
+        manifests = [{"fingerprint": k, "manifest": v} for k, v in records.manifests.items()]
+        batches: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
+        for batch in _batches(list(records.lines.items())):
+            batches.put(batch)
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                try:
+                    batch = batches.get_nowait()
+                except queue.Empty:
+                    return
+                findings = self._audited(batch, manifests)
+                with lock:
+                    for finding in findings:
+                        found(finding)
+
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            for worker in [pool.submit(work) for _ in range(CONCURRENCY)]:
+                worker.result()
+
+    def _audited(self, batch: Numbered, manifests: list[dict[str, Any]]) -> list[Finding]:
+        body = {"records": [record for _, record in batch], "manifests": manifests}
+        try:
+            results = self._call("/v1/audit", body)["results"]
+            return [_finding(batch[r["record"]][0], r) for r in results]
+        except (ServerProblem, KeyError, TypeError, ValueError) as error:
+            return [Finding(line, 0, f"line {line}", Verdict.FAILED, str(error)) for line, _ in batch]
+
+    def _call(self, path: str, body: Any = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        for attempt in range(ATTEMPTS):
+            request = urllib.request.Request(self._url + path, data, self._headers)
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                    answer: dict[str, Any] = json.load(reply)
+                    return answer
+            except urllib.error.HTTPError as error:
+                message = _message(error)
+                if error.code not in RETRIED or attempt == ATTEMPTS - 1:
+                    raise ServerProblem(f"{self._url}{path}: {error.code}: {message}") from error
+                time.sleep(min(10.0, float(error.headers.get("Retry-After") or 0.5 * 2**attempt)))
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "reason", None) or error
+                raise ServerProblem(f"{self._url}{path}: {reason}") from error
+        raise AssertionError("unreachable")
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return str(error.reason)
+
+
+def _batches(records: Numbered) -> Iterator[Numbered]:
+    batch: Numbered = []
+    size = 0
+    for line, record in records:
+        length = len(json.dumps(record))
+        if batch and (len(batch) == BATCH_RECORDS or size + length > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append((line, record))
+        size += length
+    if batch:
+        yield batch
+
+
+def _finding(line: int, result: Mapping[str, Any]) -> Finding:
+    difference = result.get("difference")
+    return Finding(
+        line,
+        result["choice"],
+        result["id"],
+        Verdict(result["verdict"]),
+        result.get("reason", ""),
+        Signature(result["signature"]),
+        result.get("regenerated", False),
+        result["tokens"],
+        result["rows"],
+        Difference(**difference) if difference else None,
+        {name: (values[0], values[1]) for name, values in result.get("fields", {}).items()},
+    )

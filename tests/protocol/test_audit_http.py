@@ -1,0 +1,227 @@
+"""Receipts and audits over HTTP, with the tiny model behind the application instead of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.http_app import Status, create_app
+from llm42.config import Settings
+from llm42.driver import Generator
+from llm42.fingerprint import fingerprint
+from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
+from llm42.receipt import Keyring, Receipt, Signature, logprob_hash, token_hash
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.core import Verifier
+from tests.support import Lab
+
+MANIFEST = {"device": {"threads": 1}}
+FINGERPRINT = fingerprint(MANIFEST)
+SECRET = b"0123456789abcdef"
+ASK: dict[str, Any] = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "deterministic": True}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_tokens": 9,
+    "deterministic": True,
+}
+
+
+@dataclass
+class LocalBackend:
+    """deployments.http_app.Backend in one process."""
+
+    generator: Generator
+    verifier: Verifier
+    up: bool = True
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        async for delta in self.generator.generate(request):
+            yield replace(delta, replica="replica-a", verifier="verifier-b" if request.deterministic else "")
+
+    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
+        if not self.up:
+            raise VerifierUnavailable("No verifier is ready.")
+        return FINGERPRINT, MANIFEST
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        return await self.verifier.verify_async(windows, cold=True)
+
+    async def status(self) -> Status:
+        return Status(serving=True)
+
+
+@pytest.fixture
+def settings(lab: Lab, tmp_path: Path) -> Settings:
+    """The lab's, with a key and a chat template."""
+    (tmp_path / "key").write_bytes(SECRET)
+    tree, model = lab.settings.model_dump(mode="json"), tmp_path / "model"
+    shutil.copytree(lab.settings.model.path, model)
+    named = json.loads((model / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(named | {"chat_template": template}))
+    tree["model"]["path"] = str(model)
+    return Settings.load(tree | {"audit": {"keys": {"k1": str(tmp_path / "key")}, "signing_key": "k1"}})
+
+
+@asynccontextmanager
+async def client(lab: Lab, settings: Settings) -> AsyncIterator[tuple[httpx.AsyncClient, LocalBackend]]:
+    verifier = lab.verifier()
+    verifier.fingerprint = FINGERPRINT
+    backend = LocalBackend(lab.generator(lab.engine(corrupt_share=0.1), verifier.start()), verifier)
+    tokenizer = Tokenizer.load(settings.model.path)
+    transport = httpx.ASGITransport(create_app(settings, tokenizer, backend))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
+        yield http, backend
+
+
+async def post(http: httpx.AsyncClient, path: str, body: Any, status: int = 200) -> Any:
+    reply = await http.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+async def audit(http: httpx.AsyncClient, records: list[Any], **more: Any) -> list[dict[str, Any]]:
+    reply = await post(http, "/v1/audit", {"records": records, **more})
+    assert reply["fingerprint"] == FINGERPRINT
+    results: list[dict[str, Any]] = reply["results"]
+    return results
+
+
+async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:
+    reply = await http.post(path, json=body | {"stream": True})
+    lines = [x[6:] for x in reply.text.split("\n\n") if x]
+    assert lines.pop() == "[DONE]"
+    return reply, [json.loads(x) for x in lines]
+
+
+async def test_the_fingerprint_comes_with_its_manifest(lab: Lab, settings: Settings) -> None:
+    async with client(lab, settings) as (http, backend):
+        reply = (await http.get("/v1/fingerprint")).json()
+        assert reply == {"object": "fingerprint", "fingerprint": FINGERPRINT, "manifest": MANIFEST}
+        backend.up = False
+        refused = await http.get("/v1/fingerprint")
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"]
+
+
+async def test_a_receipt_says_what_the_reply_holds(lab: Lab, settings: Settings) -> None:
+    more = {"receipt": {"prompt": "tokens", "output": "tokens"}, "return_token_ids": True, "logprobs": 0}
+    async with client(lab, settings) as (http, _):
+        reply = await post(http, "/v1/completions", ASK | more | {"seed": 7})
+    choice, evidence = reply["choices"][0], reply["llm42"]
+    receipt = Receipt.from_json(evidence["receipt"])
+    assert list(receipt.output or ()) == choice["token_ids"]
+    assert list(receipt.prompt or ()) == choice["prompt_token_ids"]
+    assert receipt.output_sha256 == token_hash(choice["token_ids"])
+    assert receipt.logprobs_sha256 == logprob_hash(choice["logprobs"]["token_logprobs"])
+    assert (receipt.fingerprint, receipt.sampling.seed) == (reply["system_fingerprint"], 7)
+    assert receipt.finish == choice["finish_reason"]
+    assert Keyring({"k1": SECRET}).check(receipt) == Signature.VALID
+    assert (evidence["replica"], evidence["verifier"]) == ("replica-a", "verifier-b")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
+async def test_a_streams_last_chunk_has_the_receipt_of_the_whole_reply(
+    lab: Lab, settings: Settings, path: str, body: dict[str, Any]
+) -> None:
+    async with client(lab, settings) as (http, _):
+        whole = await post(http, path, body | {"receipt": True})
+        reply, chunks = await events(http, path, body | {"receipt": True})
+    assert [("llm42" in c) for c in chunks] == [False] * (len(chunks) - 1) + [True]
+    made, streamed = (Receipt.from_json(x["llm42"]["receipt"]) for x in (whole, chunks[-1]))
+    assert replace(made, id="", created=0, hmac=None) == replace(streamed, id="", created=0, hmac=None)
+    assert "logprobs" not in whole["choices"][0] or whole["choices"][0]["logprobs"] is None
+    assert set(whole["llm42"]) == set(chunks[-1]["llm42"])
+    assert reply.headers["X-Request-Id"] == chunks[-1]["id"]
+    assert (reply.headers["X-LLM42-Replica"], reply.headers["X-LLM42-Verifier"]) == (
+        "replica-a",
+        "verifier-b",
+    )
+
+
+async def test_receipts_are_for_verified_answers_only(lab: Lab, settings: Settings) -> None:
+    async with client(lab, settings) as (http, _):
+        body = ASK | {"receipt": True, "deterministic": False}
+        refused = await post(http, "/v1/completions", body, 400)
+        assert refused["error"]["param"] == "receipt"
+        await post(http, "/v1/completions", ASK | {"receipt": {"prompt": "all"}}, 400)
+        none = await post(http, "/v1/completions", ASK | {"receipt": False})
+        assert "receipt" not in none["llm42"]
+        plain = await http.post("/v1/completions", json=ASK | {"deterministic": False})
+        assert "X-LLM42-Verifier" not in plain.headers
+        assert plain.headers["X-Request-Id"] == plain.json()["id"]
+
+
+async def test_every_way_of_storing_an_answer_is_confirmed(lab: Lab, settings: Settings) -> None:
+    """Exchanges with receipts, with ids, with text alone, of several choices; receipts alone."""
+    async with client(lab, settings) as (http, _):
+        records: list[Any] = []
+        for body in (
+            ASK | {"receipt": True, "seed": 1},
+            ASK | {"receipt": {"prompt": "hash"}},
+            ASK | {"return_token_ids": True, "logprobs": 2},
+            ASK | {"n": 3, "receipt": {"output": "tokens"}, "temperature": 1.3},
+            ASK | {"stop": ["e", "th"], "max_tokens": 40},
+            ASK | {"prompt": [[5, 6, 7], [8, 9]], "min_tokens": 4, "logit_bias": {"40": 3}},
+        ):
+            records.append({"request": body, "response": await post(http, "/v1/completions", body)})
+        chat = CHAT | {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+        records.append({"request": chat, "response": await post(http, "/v1/chat/completions", chat)})
+        records.append(records[0]["response"]["llm42"]["receipt"])
+        found = await audit(http, records)
+        assert [r["record"] for r in found] == [0, 1, 2, 3, 3, 3, 4, 5, 5, 6, 7]
+        assert {r["verdict"] for r in found} == {"confirmed"}, found
+        again = [bool(r.get("regenerated")) for r in found]
+        assert again == [True, True, False, False, False, False, True, True, True, False, True]
+
+
+async def test_what_was_changed_is_found_and_what_is_no_record_is_said(lab: Lab, settings: Settings) -> None:
+    async with client(lab, settings) as (http, _):
+        body = ASK | {"receipt": True, "return_token_ids": True, "logprobs": 0}
+        kept = {"request": body, "response": await post(http, "/v1/completions", body)}
+
+        def changed(change: Any) -> Any:
+            copy = json.loads(json.dumps(kept))
+            change(copy["response"]["choices"][0], copy["response"]["llm42"]["receipt"])
+            return copy
+
+        token = changed(lambda c, r: c["token_ids"].__setitem__(4, (c["token_ids"][4] + 1) % 512))
+        text = changed(lambda c, r: c.update(text=c["text"] + "!"))
+        forged = changed(lambda c, r: r.update(created=1))
+        theirs = {"device": {"threads": 8}}
+        flat = {"prompt": [1], "output": [2], "sampling": {}, "fingerprint": fingerprint(theirs)}
+        manifests = [{"fingerprint": fingerprint(theirs), "manifest": theirs}]
+        records = [kept, token, text, forged, {"x": 1}, flat]
+        found = await audit(http, records, manifests=manifests)
+        assert [r["verdict"] for r in found[:3]] == ["confirmed", "differs", "differs"]
+        assert [r["verdict"] for r in found[3:]] == ["bad_signature", "bad_record", "other_fingerprint"]
+        assert found[1]["difference"]["index"] == 4
+        assert found[5]["fields"] == {"device.threads": [8, 1]}
+
+
+async def test_an_audit_is_bounded_and_needs_a_verifier(lab: Lab, settings: Settings) -> None:
+    few = settings.model_copy(update={"audit": settings.audit.model_copy(update={"max_records": 2})})
+    async with client(lab, few) as (http, backend):
+        flat = {"prompt": [1], "output": [2], "sampling": {}, "fingerprint": FINGERPRINT}
+        assert (
+            "audit.max_records"
+            in (await post(http, "/v1/audit", {"records": [flat] * 3}, 400))["error"]["message"]
+        )
+        await post(http, "/v1/audit", {"records": []}, 400)
+        await post(http, "/v1/audit", {"records": [4]}, 400)
+        backend.up = False
+        await post(http, "/v1/audit", {"records": [flat]}, 503)
+        backend.up = True
+        calls = [http.post("/v1/audit", json={"records": [flat]}) for _ in range(40)]
+        statuses = {r.status_code for r in await asyncio.gather(*calls)}
+        assert statuses == {200, 429}
