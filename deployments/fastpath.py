@@ -55,6 +55,8 @@ class FastPath:
         self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
+        if self._settings.server.ready_when == "certified":
+            await self._pool.settled()
         self._reporter = asyncio.get_running_loop().create_task(self._report())
 
     def _build(self) -> tuple[Any, Any]:

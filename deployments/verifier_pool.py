@@ -105,6 +105,15 @@ class VerifierPool:
         if not self.ready:
             raise VerifierUnavailable(self.explain())
 
+    async def settled(self) -> bool:
+        """Waits until a verifier is ready, or every one has failed for now; whether one is ready."""
+        while self._settings.server.verifiers > 0:
+            states = [m.status.state if m.status else "unknown" for m in self.members]
+            if self.ready or (states and all(state == "failed" for state in states)):
+                break
+            await asyncio.sleep(RETRY_PAUSE_S)
+        return bool(self.ready)
+
     def explain(self) -> str:
         """Why deterministic requests cannot be served; empty when they can."""
         if self.ready:

@@ -197,7 +197,7 @@ VERIFIER_WINDOWS = _define(_V, _C, "verifier_windows", "windows", "Windows answe
 VERIFIER_FAILURES = _define(_V, _C, "verifier_failures", "windows", "Windows that could not be answered")
 VERIFIER_BUSY = _define(_V, _C, "verifier_busy_seconds", "seconds", "Time the verifier spent in steps")
 VERIFIER_DEVICE_SECONDS = _define(
-    _V, _C, "verifier_device_seconds", "seconds", "The same times the GPUs of a step; without one, its threads"
+    _V, _C, "verifier_device_seconds", "seconds", "The same, times the step's GPUs; without one, its threads"
 )
 STEP_SECONDS = _define(_V, _H, "verifier_step_seconds", "seconds", "Time of one step", buckets=_STEP)
 CACHE_HITS = _define(_V, _C, "verifier_cache_hits", "blocks", "KV blocks found by their content")

@@ -251,6 +251,17 @@ async def test_an_actor_refuses_model_files_that_its_replicas_did_not_start_with
         task.cancel()
 
 
+async def test_a_replica_may_join_only_once_a_verifier_is_ready_or_has_failed() -> None:
+    pool = pool_of(("starting", None), ("failed", None))
+    waiting = asyncio.create_task(pool.settled())
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    pool.members[0].status = VerifierStatus("ready", "a")
+    assert await asyncio.wait_for(waiting, 2)
+    assert not await asyncio.wait_for(pool_of(("failed", None)).settled(), 2), "best-effort all the same"
+    assert not await asyncio.wait_for(pool_of().settled(), 2), "no verifier is wanted"
+
+
 async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that_has_failed() -> None:
     pool = pool_of(("starting", None))
     waiting = asyncio.create_task(pool.verify([window(1)]))
