@@ -1,0 +1,203 @@
+"""Logs, spans and the counting around a request's stream."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+
+from llm42.config import TelemetrySettings
+from llm42.logs import LOGGERS, configure, event
+from llm42.metrics import NullMetrics
+from llm42.observe import Observed
+from llm42.prometheus import PrometheusMetrics
+from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestStats
+from llm42.tracing import NullTracer, OtelTracer, Tracer, TracingUnavailable, make_tracer
+
+REQUEST = Request("cmpl-1-0", (7, 8, 9), 4, deterministic=True)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Where the loggers write; they are put back afterwards."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(x.handlers, x.propagate, x.level) for x in loggers]
+    yield io.StringIO()
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+async def deltas(*pieces: Delta | Exception) -> AsyncGenerator[Delta, None]:
+    """A stream that gives these."""
+    for piece in pieces:
+        if isinstance(piece, Exception):
+            raise piece
+        yield piece
+
+
+FIRST = Delta((1,), "a", fingerprint="llm42-f")
+LAST = Delta((2, 3), "b", finish_reason=FinishReason.LENGTH, stats=RequestStats(windows=2, rollbacks=1))
+
+
+async def outcome(*pieces: Delta | Exception, leave_after: int = 99) -> str:
+    """What the metrics say of a stream."""
+    metrics = PrometheusMetrics("tiny")
+    stream = Observed(REQUEST, metrics).run(deltas(*pieces))
+    try:
+        seen = 0
+        async for _ in stream:
+            seen += 1
+            if seen == leave_after:
+                break
+    except (Overloaded, RuntimeError):
+        pass
+    await stream.aclose()
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    ended = [x for x in lines if x.startswith("llm42_requests_total") and not x.endswith(" 0.0")]
+    assert len(ended) == 1, "every request ends once"
+    assert ended[0].endswith(" 1.0")
+    return ended[0].split('outcome="')[1].split('"')[0]
+
+
+async def test_a_request_is_counted_once_however_it_ends() -> None:
+    assert await outcome(FIRST, LAST) == "finished"
+    assert await outcome(FIRST, LAST, leave_after=1) == "aborted"
+    assert await outcome(FIRST, LAST, leave_after=2) == "finished", "the client has everything"
+    assert await outcome(FIRST, Overloaded("full")) == "overloaded"
+    assert await outcome(RuntimeError("a bug")) == "internal_error"
+
+
+async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) -> None:
+    configure(TelemetrySettings(log_format="json"), "ingress", log)
+    async for _ in Observed(REQUEST, NullMetrics()).run(deltas(FIRST, LAST)):
+        pass
+    line = json.loads(log.getvalue())
+    assert line.pop("seconds") >= 0
+    assert line.pop("time").endswith("+00:00")
+    assert line == {
+        "level": "info", "component": "ingress", "logger": "llm42.observe", "message": "request",
+        "request_id": "cmpl-1-0", "mode": "deterministic", "outcome": "finished", "prompt_tokens": 3,
+        "output_tokens": 3, "fingerprint": "llm42-f", "windows": 2, "rollbacks": 1,
+    }  # fmt: skip
+    async for _ in Observed(REQUEST, NullMetrics(), None, repr).run(deltas(FIRST, LAST)):
+        pass
+    assert json.loads(log.getvalue().splitlines()[1])["prompt"] == "(7, 8, 9)"
+
+
+def test_a_value_cannot_forge_a_line(log: io.StringIO) -> None:
+    for kind in ("text", "json"):
+        configure(TelemetrySettings(log_format=kind), "ingress", log)
+        event(logging.getLogger("llm42.x"), "request", request_id="a\n2026-01-01 forged")
+    assert len(log.getvalue().splitlines()) == 2
+
+
+def test_levels_and_exceptions(log: io.StringIO) -> None:
+    configure(TelemetrySettings(log_format="json", log_level="warning"), "verifier", log)
+    logger = logging.getLogger("deployments.x")
+    logger.info("not this")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("this")
+    (line,) = map(json.loads, log.getvalue().splitlines())
+    assert line["level"] == "error"
+    assert "ValueError: why" in line["exception"]
+
+
+def family(tracer: Tracer) -> None:
+    """A request with a window in it."""
+    span = tracer.start("request", PARENT, mode="deterministic")
+    window = tracer.start("window", span.carry(REQUEST).trace, candidates=3)
+    window.end(accepted=2)
+    span.end(outcome="finished")
+    tracer.close()
+
+
+def test_spans_go_to_a_file_and_know_their_parents(tmp_path: Path) -> None:
+    settings = TelemetrySettings(traces="file", trace_dir=str(tmp_path / "new"))
+    family(make_tracer(settings, "ingress"))
+    (file,) = (tmp_path / "new").iterdir()
+    window, request = map(json.loads, file.read_text().splitlines())
+    assert request["parent_id"] == "0xb7ad6b7169203331"
+    assert window["parent_id"] == request["context"]["span_id"]
+    assert window["context"]["trace_id"] == request["context"]["trace_id"] == f"0x{PARENT.split('-')[1]}"
+    assert window["attributes"] == {"llm42.candidates": 3, "llm42.accepted": 2}
+
+
+def test_tracing_is_off_by_default_and_then_imports_nothing() -> None:
+    import subprocess
+    import sys
+
+    made = make_tracer(TelemetrySettings(), "ingress")
+    assert isinstance(made, NullTracer)
+    assert made.start("request", PARENT).carry(REQUEST) is REQUEST
+    code = "import sys, llm42.driver, llm42.observe; sys.exit('opentelemetry' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("given", ["", "rubbish", "00-0-0-00", "x" * 5000])
+def test_a_traceparent_that_is_none_starts_a_trace_of_its_own(tmp_path: Path, given: str) -> None:
+    tracer = OtelTracer(TelemetrySettings(traces="file", trace_dir=str(tmp_path)), "ingress")
+    tracer.start("request", given).end()
+    tracer.close()
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["parent_id"] is None
+
+
+def test_the_share_is_kept_but_a_client_may_ask(tmp_path: Path) -> None:
+    tracer = OtelTracer(TelemetrySettings(traces="file", trace_dir=str(tmp_path), trace_share=0), "ingress")
+    tracer.start("request", "").end()
+    tracer.start("request", PARENT.removesuffix("01") + "00").end()
+    tracer.start("request", PARENT).end()
+    tracer.close()
+    (file,) = tmp_path.iterdir()
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_spans_go_to_a_collector() -> None:
+    """OTLP over HTTP, decoded with the protocol's own messages."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'llm42[otlp]'")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    names: list[str] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                import gzip
+
+                body = gzip.decompress(body)
+            sent: Any = ExportTraceServiceRequest.FromString(body)
+            names.extend(s.name for r in sent.resource_spans for x in r.scope_spans for s in x.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    family(make_tracer(TelemetrySettings(traces="otlp", trace_endpoint=endpoint), "ingress"))
+    server.shutdown()
+    server.server_close()
+    assert sorted(names) == ["llm42.request", "llm42.window"]
+
+
+def test_without_the_exporter_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(TracingUnavailable, match="pip install"):
+        make_tracer(TelemetrySettings(traces="otlp"), "ingress")
