@@ -127,6 +127,7 @@ variables win; a name may stand only once in a list that the API server keys by 
   "RAY_SERVE_ENABLE_HA_PROXY" $proxy
   "RAY_SERVE_ENABLE_DIRECT_INGRESS" $proxy
   "RAY_worker_niceness" "0"
+  "RAY_metrics_report_interval_ms" "2500"
   "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" "0"
   "HOME" "/home/llm42"
   "HF_HUB_OFFLINE" "1"
