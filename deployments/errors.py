@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from llm42.metrics import OTHER, REJECTS, Metrics
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 100
 RETRY_AFTER_S = {429: 1, 503: 5}
 _TYPES = {
     400: "invalid_request_error",
@@ -83,9 +84,11 @@ def status_of(error: Exception) -> int:
 def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The JSON value of an error."""
+    """The JSON value of an error; what a request held is quoted in part only."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    if param is not None:
+        param = param[:MAX_PARAM_CHARS]
+    return {"error": {"message": message[:MAX_MESSAGE_CHARS], "type": kind, "param": param, "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:

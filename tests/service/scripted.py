@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 
 from deployments.http_app import Status, create_app
 from llm42.config import Settings
-from llm42.protocol import Delta, FinishReason, Request, RequestStats, TokenLogprob
+from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.tokenizer import Tokenizer
 
 SETTINGS = Settings()
@@ -35,6 +35,12 @@ class Scripted:
                 yield delta
         finally:
             self.closed.set()
+
+    async def fingerprint(self) -> tuple[str, Mapping[str, Any]]:
+        return "f00d", {"weights": "w"}
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        return [Failure(w.request_id, "scripted", "no verifier here") for w in windows]
 
     async def status(self) -> Status:
         return Status(serving=True)

@@ -1,0 +1,303 @@
+"""Fields of the two endpoints beyond plain generation, and the small endpoints: over a scripted backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from llm42 import __version__
+from llm42.chat_template import ChatTemplate
+from llm42.config import Settings
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
+from llm42.tokenizer import Tokenizer
+from tests.service.scripted import (
+    JSON,
+    MODEL,
+    SETTINGS,
+    Script,
+    assert_error,
+    chat,
+    client,
+    completion,
+    events,
+)
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}},
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "rain, 4 degrees"},
+]
+TEMPLATE = """{%- if tools %}TOOLS {{ tools | tojson }}
+{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}
+{{- c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}</>
+{% endfor %}{{ strftime_now("%Y-%m-%d") }} {{ mood }}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture
+def with_tools(tokenizer: Tokenizer) -> Tokenizer:
+    """The default tokenizer with a chat template that knows tools, dates and a variable of its own."""
+    made = Tokenizer(tokenizer.backend, tokenizer.eos_token_ids, None, tokenizer.special)
+    made.chat_template = ChatTemplate(TEMPLATE, made.special)
+    return made
+
+
+async def prompt_text(tokenizer: Tokenizer, **fields: Any) -> str:
+    """The prompt that a chat request becomes."""
+    async with client(tokenizer) as (http, backend):
+        reply = await http.post("/v1/chat/completions", json=chat(**fields))
+        assert reply.status_code == 200, reply.text
+        return tokenizer.decode(backend.requests[0].prompt, skip_special=False)
+
+
+async def refused(tokenizer: Tokenizer, param: str, **fields: Any) -> str:
+    """The message of a chat request's refusal; the backend must have seen nothing."""
+    async with client(tokenizer) as (http, backend):
+        reply = await http.post("/v1/chat/completions", json=chat(**fields))
+        assert backend.requests == []
+        return str(assert_error(reply, 400, param)["message"])
+
+
+# ---- tools and constraints
+
+
+async def test_tools_calls_and_results_reach_the_template(with_tools: Tokenizer) -> None:
+    text = await prompt_text(with_tools, messages=TALK, tools=[TOOL], tool_choice="auto")
+    assert text.startswith('TOOLS [{"type": "function", "function": {"name": "weather"')
+    assert '<assistant>weather({"city": "Oslo"})</>' in text
+    assert "<tool>rain, 4 degrees</>" in text
+    assert "TOOLS" not in await prompt_text(with_tools, messages=TALK, tools=[TOOL], tool_choice="none")
+
+
+async def test_what_a_template_would_leave_out_is_refused(
+    tokenizer: Tokenizer, with_tools: Tokenizer
+) -> None:
+    """The default model's template knows no tools and no calls; one may skip tool results."""
+    assert "no tools" in await refused(tokenizer, "tools", tools=[TOOL])
+    assert "leaves out" in await refused(tokenizer, "messages", messages=TALK)
+    with_tools.chat_template = ChatTemplate(
+        TEMPLATE.replace(
+            "<{{ m.role }}>{{ m.content }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"
+        ),
+        {},
+    )
+    assert "leaves out" in await refused(with_tools, "messages", messages=TALK)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x", "tool_calls": [CALL]}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "no JSON"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 900}}]}],
+        [{"role": "user", "content": "x", "audio": {"id": "a"}}],
+    ],
+)
+async def test_wrong_messages(with_tools: Tokenizer, messages: Any) -> None:
+    await refused(with_tools, "messages", messages=messages)
+
+
+@pytest.mark.parametrize("kind", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_calls_cannot_be_forced(with_tools: Tokenizer, kind: Any) -> None:
+    await refused(with_tools, "tool_choice", tools=[TOOL], tool_choice=kind)
+
+
+VLLM = Settings.load({"engine": {"kind": "vllm", "vllm": {"structured_outputs": True}}})
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMATS: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "json_object"}, {"type": "object"}),
+    ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, SCHEMA),
+]
+
+
+@pytest.mark.parametrize(("asked", "schema"), FORMATS)
+async def test_constrained_output(tokenizer: Tokenizer, asked: Any, schema: Any) -> None:
+    """R44: where the engine can, best effort is constrained; a deterministic request is told that it cannot
+    be, and so is everybody where the engine cannot."""
+    body = chat(response_format=asked)
+    async with client(tokenizer, settings=VLLM) as (http, backend):
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        assert json.loads(backend.requests[0].json_schema or "") == schema
+        reply = await http.post("/v1/chat/completions", json=body | {"deterministic": True})
+        assert "deterministic" in assert_error(reply, 400, "response_format")["message"]
+        assert (await http.post("/v1/chat/completions", json=chat())).status_code == 200
+        assert backend.requests[-1].json_schema is None
+    assert "engine" in await refused(tokenizer, "response_format", response_format=asked)
+
+
+# ---- the template's variables
+
+
+async def test_the_date_is_fixed_unless_the_request_says_one(with_tools: Tokenizer) -> None:
+    assert "2024-07-26 " in await prompt_text(with_tools, deterministic=True)
+    assert "2024-07-26 " in await prompt_text(with_tools)
+    assert "1999-12-31 " in await prompt_text(with_tools, date="1999-12-31", deterministic=True)
+    for wrong in ("yesterday", "2024-02-30", "2024-1-1", 5):
+        await refused(with_tools, "date", date=wrong)
+
+
+async def test_template_variables(with_tools: Tokenizer) -> None:
+    assert "26 glad<" in await prompt_text(with_tools, chat_template_kwargs={"mood": "glad"})
+    for name in ("messages", "strftime_now", "raise_exception", "tools", "eos_token", "a b"):
+        await refused(with_tools, "chat_template_kwargs", chat_template_kwargs={name: "x"})
+
+
+async def test_the_end_of_the_prompt(tokenizer: Tokenizer) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "end"}]
+    whole = await prompt_text(tokenizer, messages=talk)
+    assert whole.endswith("end<|im_end|>\n<|im_start|>assistant\n")
+    assert (await prompt_text(tokenizer, messages=talk, add_generation_prompt=False)).endswith(
+        "end<|im_end|>\n"
+    )
+    assert (await prompt_text(tokenizer, messages=talk, continue_final_message=True)).endswith("\nend")
+    both = {"continue_final_message": True, "add_generation_prompt": True}
+    await refused(tokenizer, "continue_final_message", messages=talk, **both)
+    await refused(tokenizer, "continue_final_message", messages=talk[:1], continue_final_message=True)
+
+
+# ---- echo and the prompt's log-probabilities
+
+PROMPT = [19556, 28, 905]
+
+
+async def scored(request: Request) -> AsyncGenerator[Delta, None]:
+    """What the driver sends: the prompt's entries first, if they are asked for."""
+    found = None
+    if request.prompt_logprobs is not None:
+        count = request.prompt_logprobs
+        found = tuple(
+            TokenLogprob(t, -float(i), ((9, -0.5), (t, -float(i)))[:count])
+            for i, t in enumerate(request.prompt[1:], 1)
+        )
+    yield Delta((), "", prompt_logprobs=found, cached_tokens=2)
+    if request.max_tokens:
+        yield Delta((7,), "out", (TokenLogprob(7, -3.0, ((7, -3.0),)),))
+    yield Delta((), "", finish_reason=FinishReason.LENGTH)
+
+
+async def ask(tokenizer: Tokenizer, body: dict[str, Any], script: Script = scored) -> Any:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with client(tokenizer, script) as (http, _):
+        reply = await http.post(path, json=body)
+        assert reply.status_code == 200, reply.text
+        return events(reply.text) if body.get("stream") else reply.json()
+
+
+async def test_echo_puts_the_prompt_and_its_log_probabilities_in_front(tokenizer: Tokenizer) -> None:
+    text = tokenizer.decode(PROMPT)
+    reply = await ask(tokenizer, completion(prompt=PROMPT, echo=True, logprobs=1))
+    (choice,) = reply["choices"]
+    assert choice["text"] == text + "out"
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == [None, -1.0, -2.0, -3.0]
+    assert found["tokens"] == [tokenizer.token_text(t) for t in (*PROMPT, 7)]
+    assert found["top_logprobs"][0] is None
+    assert [max(t, key=t.get) for t in found["top_logprobs"][1:]] == [
+        tokenizer.token_text(t) for t in (9, 9, 7)
+    ]
+    assert found["text_offset"] == [0, *[len(tokenizer.decode(PROMPT[:n])) for n in (1, 2, 3)]]
+    streamed = [c["choices"][0] for c in await ask(tokenizer, completion(
+        prompt=PROMPT, echo=True, logprobs=1, stream=True))]  # fmt: skip
+    assert "".join(c["text"] for c in streamed) == choice["text"]
+    assert [p for c in streamed for p in c["logprobs"]["token_logprobs"]] == found["token_logprobs"]
+
+
+async def test_echo_alone_needs_no_scores(tokenizer: Tokenizer) -> None:
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        assert request.prompt_logprobs is None
+        yield Delta((7,), " out", finish_reason=FinishReason.LENGTH)
+
+    reply = await ask(tokenizer, completion(prompt=["Hi", "Ho"], n=2, echo=True), script)
+    assert [c["text"] for c in reply["choices"]] == ["Hi out", "Hi out", "Ho out", "Ho out"]
+
+
+async def test_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    """max_tokens 0 with echo: nothing is generated."""
+    body = completion(prompt=PROMPT, echo=True, logprobs=0, max_tokens=0)
+    (choice,) = (await ask(tokenizer, body))["choices"]
+    assert choice["text"] == tokenizer.decode(PROMPT)
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -2.0]
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+async def test_prompt_logprobs_are_vllms(tokenizer: Tokenizer) -> None:
+    (choice,) = (await ask(tokenizer, completion(prompt=PROMPT, prompt_logprobs=1)))["choices"]
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        "9": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.token_text(9)},
+        "28": {"logprob": -1.0, "rank": None, "decoded_token": tokenizer.token_text(28)},
+    }
+    assert set(third) == {"9", "905"}
+    assert choice["text"] == "out"
+    assert (await ask(tokenizer, chat(prompt_logprobs=0)))["choices"][0]["prompt_logprobs"][0] is None
+    async with client(tokenizer) as (http, _):
+        body = completion(prompt=PROMPT, prompt_logprobs=1, stream=True)
+        assert_error(await http.post("/v1/completions", json=body), 400, "prompt_logprobs")
+
+
+async def test_usage_says_what_was_cached(tokenizer: Tokenizer) -> None:
+    usage = (await ask(tokenizer, completion(prompt=[PROMPT, PROMPT], n=2)))["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 4)
+
+
+# ---- the small endpoints
+
+
+async def test_tokenize_and_detokenize(tokenizer: Tokenizer) -> None:
+    async with client(tokenizer) as (http, _):
+        reply = await http.post("/tokenize", json={"model": MODEL, "prompt": "Hello, world"})
+        ids = reply.json()["tokens"]
+        assert ids == tokenizer.encode("Hello, world", add_special=True)
+        assert reply.json() == {
+            "count": len(ids),
+            "max_model_len": SETTINGS.model.max_model_len,
+            "tokens": ids,
+        }
+        back = await http.post("/detokenize", json={"tokens": ids})
+        assert back.json() == {"prompt": "Hello, world"}
+        talk = [{"role": "user", "content": "Hi"}]
+        reply = await http.post("/tokenize", json={"messages": talk, "return_token_strs": True})
+        assert reply.json()["tokens"] == tokenizer.encode(tokenizer.apply_chat_template(talk))
+        assert reply.json()["token_strs"][0] == "<|im_start|>"
+        assert_error(await http.post("/tokenize", json={}), 400, "prompt")
+        assert_error(await http.post("/tokenize", json={"prompt": "a", "model": "other"}), 404, "model")
+        assert_error(await http.post("/tokenize", json={"prompt": "w " * 10**6}), 400, "prompt")
+        assert_error(await http.post("/detokenize", json={"tokens": [10**6]}), 400, "tokens")
+        lone = await http.post("/tokenize", content='{"prompt": "\\ud800"}', headers=JSON)
+        assert_error(lone, 400, "prompt")
+
+
+async def test_version(tokenizer: Tokenizer) -> None:
+    async with client(tokenizer) as (http, _):
+        assert (await http.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_request_id_comes_back(tokenizer: Tokenizer, stream: bool) -> None:
+    """The client's own, on answers and errors; else one of ours; never what is no header."""
+    async with client(tokenizer) as (http, _):
+
+        async def id_of(given: str | None, **fields: Any) -> tuple[str, httpx.Response]:
+            headers = {} if given is None else {"x-request-id": given}
+            reply = await http.post(
+                "/v1/completions", json=completion(stream=stream, **fields), headers=headers
+            )
+            return reply.headers["x-request-id"], reply
+
+        assert (await id_of("abc-1"))[0] == "abc-1"
+        assert (await id_of("abc-2", temperature=-1))[0] == "abc-2"
+        made, reply = await id_of(None)
+        assert made in reply.text
+        assert (await id_of(None, temperature=-1))[0] != (await id_of(None, temperature=-1))[0]
+        assert (await id_of("x" * 1000))[0] != "x" * 1000

@@ -1,0 +1,169 @@
+"""What clients and networks do: bodies that end half way, readers that stop, sizes without measure. Every
+one gets a clear error or nothing; memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tracemalloc
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import pytest
+
+from deployments.http_app import create_app
+from llm42.config import Settings
+from llm42.protocol import Delta, FinishReason, Request
+from llm42.tokenizer import Tokenizer
+from tests.service.scripted import JSON, SETTINGS, Scripted, assert_error, chat, client, completion, hello
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    return {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("test", 80),
+        "client": ("test", 1), "http_version": "1.1", "root_path": "", "asgi": {"version": "3.0"},
+    }  # fmt: skip
+
+
+class Connection:
+    """The server's side of one connection, message by message."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self._messages = list(messages)
+        self.sent: list[dict[str, Any]] = []
+        self.reading = asyncio.Event()
+        self.reading.set()
+
+    async def receive(self) -> dict[str, Any]:
+        if self._messages:
+            return self._messages.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+        await self.reading.wait()
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent[1:])
+
+
+HALF = {"type": "http.request", "body": b'{"model": "SmolLM2-', "more_body": True}
+
+
+async def test_half_a_body_is_waited_for_only_so_long(tokenizer: Tokenizer) -> None:
+    """A body that does not come: HTTP 408 after server.body_timeout_s, and the backend has seen nothing."""
+    settings = Settings.load({"server": {"body_timeout_s": 0.2}})
+    backend, link = Scripted(hello), Connection(HALF)
+    app: Any = create_app(settings, tokenizer, backend)
+    await asyncio.wait_for(app(scope_of("/v1/completions"), link.receive, link.send), 5)
+    assert link.status == 408
+    assert json.loads(link.body)["error"]["code"] == "body_timeout"
+    assert backend.requests == []
+
+
+async def test_the_body_s_deadline_does_not_end_an_answer(tokenizer: Tokenizer) -> None:
+    """Control for the above: an answer that takes longer than the deadline arrives."""
+
+    async def slow(request: Request) -> AsyncGenerator[Delta, None]:
+        await asyncio.sleep(0.5)
+        yield Delta((7,), "late", finish_reason=FinishReason.STOP)
+
+    settings = Settings.load({"server": {"body_timeout_s": 0.1}})
+    async with client(tokenizer, slow, settings) as (http, _):
+        for stream in (False, True):
+            assert "late" in (await http.post("/v1/completions", json=completion(stream=stream))).text
+
+
+async def test_a_connection_cut_inside_the_body(tokenizer: Tokenizer) -> None:
+    backend, link = Scripted(hello), Connection(HALF, {"type": "http.disconnect"})
+    app: Any = create_app(SETTINGS, tokenizer, backend)
+    await asyncio.wait_for(app(scope_of("/v1/completions"), link.receive, link.send), 5)
+    assert not link.sent or link.status == 400
+    assert backend.requests == []
+
+
+async def test_a_slow_reader_stops_its_stream_not_the_server(tokenizer: Tokenizer) -> None:
+    """While a client does not read, its output is not produced without end; then it gets all of it."""
+    made = 0
+
+    async def many(request: Request) -> AsyncGenerator[Delta, None]:
+        nonlocal made
+        for _ in range(1000):
+            made += 1
+            yield Delta((7,), "x" * 100)
+        yield Delta((7,), "end", finish_reason=FinishReason.STOP)
+
+    backend = Scripted(many)
+    body = {"type": "http.request", "body": json.dumps(completion(stream=True)).encode(), "more_body": False}
+    link = Connection(body)
+    link.reading.clear()
+    app: Any = create_app(SETTINGS, tokenizer, backend)
+    stream = asyncio.create_task(app(scope_of("/v1/completions"), link.receive, link.send))
+    await asyncio.sleep(0.3)
+    assert 0 < made < 20, "the output ran ahead of its reader"
+    async with client(tokenizer) as (http, _):
+        assert (await http.post("/v1/completions", json=completion())).status_code == 200
+    link.reading.set()
+    await asyncio.wait_for(stream, 10)
+    assert link.body.count(b"x" * 100) == 1000
+    assert link.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def peak() -> Iterator[Any]:
+    """Bytes that Python has allocated at most since the test began."""
+    tracemalloc.start()
+    yield lambda: tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+
+DEEP = '{"model": "m", "messages": ' + "[" * 200_000 + "]" * 200_000 + "}"
+NESTED = json.dumps(chat(chat_template_kwargs=None)).replace("null", '{"a": ' * 900 + "1" + "}" * 900)
+BIAS = {str(10**9 + i): 1 for i in range(10**5)}
+HUGE: list[tuple[str, str, str | None]] = [
+    ("1 MiB prompt", json.dumps(completion(prompt="word " * (1 << 18))), "prompt"),
+    ("1 MiB message", json.dumps(chat(messages=[{"role": "user", "content": "a" * (1 << 20)}])), "messages"),
+    ("10,000 stop strings", json.dumps(completion(stop=[f"s{i}" for i in range(10_000)])), "stop"),
+    ("long stop string", json.dumps(completion(stop="s" * (1 << 20))), "stop"),
+    ("a million ids", json.dumps(completion(prompt=[1] * 1_000_000)), "prompt"),
+    ("many prompts", json.dumps(completion(prompt=["a"] * 100_000)), "prompt"),
+    ("many messages", json.dumps(chat(messages=[{"role": "user", "content": "a"}] * 50_000)), "messages"),
+    ("many biases", json.dumps(completion(logit_bias=BIAS)), "logit_bias"),
+    ("a long field name", json.dumps(completion(**{"x" * (1 << 20): 1})), "x" * (1 << 20)),
+    ("deep JSON", DEEP, None),
+    ("a long number", json.dumps(completion()).replace('"Hi"', "1" * 100_000), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "param"), [pytest.param(t, p, id=name) for name, t, p in HUGE])
+async def test_sizes_without_measure(tokenizer: Tokenizer, peak: Any, text: str, param: str | None) -> None:
+    """A clear 400, soon, with a message of bounded length; the body is held a few times, not hundreds."""
+    path = "/v1/chat/completions" if '"messages"' in text else "/v1/completions"
+    async with client(tokenizer) as (http, backend):
+        began = time.monotonic()
+        reply = await http.post(path, content=text, headers=JSON)
+        assert time.monotonic() - began < 15
+        assert reply.status_code == 400, reply.text[:300]
+        error = reply.json()["error"]
+        if param is not None:
+            assert error["param"] == param[: len(error["param"])]
+        assert len(reply.content) < 4096, "the error repeats what was sent"
+        assert backend.requests == []
+    assert peak() < 200 * len(text) + (16 << 20)
+
+
+async def test_deep_values_that_can_be_read_are_no_crash(tokenizer: Tokenizer) -> None:
+    """Nine hundred levels inside a template variable: served or refused, never an internal error."""
+    async with client(tokenizer) as (http, _):
+        reply = await http.post("/v1/chat/completions", content=NESTED, headers=JSON)
+        assert reply.status_code in (200, 400), reply.text
+        if reply.status_code == 400:
+            assert_error(reply, 400, reply.json()["error"]["param"])
