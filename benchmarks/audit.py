@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.report import Figure, report
-from llm42.audit_file import Claim, claims_of
 from llm42.audit_local import LocalCanon
+from llm42.claims import Claim, claims_of
 from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.protocol import Request, SamplingParams, TokenLogprob

@@ -19,11 +19,12 @@ from deployments import errors
 from deployments.asgi import ClientGone, until_disconnect
 from deployments.openai_types import ChatBody, CompletionBody
 from deployments.translate import plan
-from llm42.audit_file import Claim, claims_of, manifest_of
+from llm42.canon import Planner
+from llm42.claims import Claim, claims_of, manifest_of
 from llm42.config import Settings
 from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, RequestRejected, Window
 from llm42.receipt import InvalidReceipt, Keyring
-from llm42.replay import Planner, Replayer
+from llm42.replay import Replayer
 from llm42.tokenizer import Tokenizer
 from llm42.verdict import Finding, Verdict, summary
 
@@ -45,7 +46,7 @@ class AuditBody(BaseModel):
 
 
 class BackendCanon:
-    """llm42.replay.Canon over the service's verifiers; all audits of an ingress share its bound."""
+    """llm42.canon.Canon over the service's verifiers; all audits of an ingress share its bound."""
 
     def __init__(self, backend: Backend, concurrency: int) -> None:
         self._backend, self._places = backend, asyncio.Semaphore(concurrency)

@@ -44,7 +44,9 @@ class Renderer:
         origin = self._origin(self._choices)
         if first is not None:
             origin = {"replica": first[1].replica, "verifier": first[1].verifier}
-        made = {"X-Request-Id": self._plan.id, **{f"X-LLM42-{k.title()}": v for k, v in origin.items()}}
+        # the first is the client's own where it sent one, and Serve's proxy makes one up where it did not
+        made = {"X-Request-Id": self._plan.id, "X-LLM42-Request": self._plan.id}
+        made |= {f"X-LLM42-{name.title()}": who for name, who in origin.items()}
         return {name: value for name, value in made.items() if value}
 
     def _origin(self, choices: Sequence[_Choice]) -> dict[str, str]:

@@ -21,7 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from llm42.audit_file import Records, manifest_of, read_records
+from llm42.audit_file import Records, read_records
+from llm42.claims import manifest_of
 from llm42.config import Settings
 from llm42.receipt import InvalidReceipt, Keyring, Signature
 from llm42.verdict import Finding, Verdict, summary

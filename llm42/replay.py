@@ -10,25 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from llm42.audit_file import Claim
+from llm42.canon import Canon, Planner, patiently
+from llm42.claims import Claim
 from llm42.config import AuditSettings
 from llm42.fingerprint import differing_fields
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import (
     Commit,
-    Delta,
     Failure,
     LLM42Error,
-    Overloaded,
     Request,
     TokenLogprob,
-    VerifierUnavailable,
     Window,
 )
 from llm42.receipt import Keyring, Signature, finite
@@ -49,27 +47,6 @@ from llm42.verdict import (
 log = logging.getLogger(__name__)
 REGENERATIONS = 8
 """Outputs that are generated again at a time, for each of `audit.concurrency`."""
-ATTEMPTS = 6
-T = TypeVar("T")
-Planner = Callable[[Mapping[str, Any]], Sequence[Request]]
-"""From the body of a stored request to what the service makes of it, one request a choice. Raises
-LLM42Error."""
-
-
-class Canon(Protocol):
-    """What answers are held against: a verifier, here or behind a server."""
-
-    async def identity(self) -> tuple[str, Mapping[str, Any]]:
-        """Fingerprint and manifest. Raises VerifierUnavailable."""
-        ...
-
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Answers in order, computed without the cache. VerifierUnavailable and Overloaded may be retried."""
-        ...
-
-    def regenerate(self, request: Request) -> AsyncIterator[Delta]:
-        """The deterministic output of a request. Raises LLM42Error."""
-        ...
 
 
 @dataclass(slots=True)
@@ -198,7 +175,7 @@ class Replayer:
                 found(await self._judge(case, [next(answers) for _ in case.windows]))
 
     async def _answers(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        return await _patiently(partial(self._canon.replay, windows))
+        return await patiently(partial(self._canon.replay, windows))
 
     async def _judge(self, case: _Case, answers: Sequence[Commit | Failure]) -> Finding:
         """Compares what was recorded with what was computed."""
@@ -246,7 +223,7 @@ class Replayer:
     async def _regenerate_all(self, cases: Any, found: Callable[[Finding], None]) -> None:
         for case in cases:
             try:
-                found(await _patiently(partial(self._regenerate, case)))
+                found(await patiently(partial(self._regenerate, case)))
             except Exception as error:
                 found(case.finding(Verdict.FAILED, _told(error)))
 
@@ -280,17 +257,6 @@ class Replayer:
             return ""
         found = [finite(p.logprob) for p in entries]
         return "" if found == list(claim.logprobs) else "the log-probabilities are not the canonical ones"
-
-
-async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Repeats what the verifiers were too busy for, or what died with one of them: all of it is pure."""
-    for attempt in range(ATTEMPTS - 1):
-        try:
-            return await call()
-        except (VerifierUnavailable, Overloaded) as error:
-            log.info("tried again: %s", error)
-            await asyncio.sleep(min(5.0, 0.1 * 3**attempt))
-    return await call()
 
 
 def _told(error: Exception) -> str:

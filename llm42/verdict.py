@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from llm42.audit_file import Claim
+from llm42.claims import Claim
 from llm42.protocol import Commit, Request, TokenLogprob, Window
 from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
 from llm42.text import OutputText

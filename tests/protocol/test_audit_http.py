@@ -142,7 +142,7 @@ async def test_a_streams_last_chunk_has_the_receipt_of_the_whole_reply(
     assert replace(made, id="", created=0, hmac=None) == replace(streamed, id="", created=0, hmac=None)
     assert "logprobs" not in whole["choices"][0] or whole["choices"][0]["logprobs"] is None
     assert set(whole["llm42"]) == set(chunks[-1]["llm42"])
-    assert reply.headers["X-Request-Id"] == chunks[-1]["id"]
+    assert reply.headers["X-LLM42-Request"] == chunks[-1]["id"]
     assert (reply.headers["X-LLM42-Replica"], reply.headers["X-LLM42-Verifier"]) == (
         "replica-a",
         "verifier-b",
@@ -159,7 +159,7 @@ async def test_receipts_are_for_verified_answers_only(lab: Lab, settings: Settin
         assert "receipt" not in none["llm42"]
         plain = await http.post("/v1/completions", json=ASK | {"deterministic": False})
         assert "X-LLM42-Verifier" not in plain.headers
-        assert plain.headers["X-Request-Id"] == plain.json()["id"]
+        assert plain.headers["X-LLM42-Request"] == plain.json()["id"]
 
 
 async def test_every_way_of_storing_an_answer_is_confirmed(lab: Lab, settings: Settings) -> None:

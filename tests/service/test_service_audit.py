@@ -116,6 +116,6 @@ async def test_replies_say_who_answered(service: Service, settings: Settings) ->
     assert whole.headers["X-LLM42-Verifier"] == evidence["verifier"] != ""
     assert streamed["X-LLM42-Replica"]
     assert streamed["X-LLM42-Verifier"] == evidence["verifier"]
-    assert streamed["X-Request-Id"] in text
+    assert streamed["X-LLM42-Request"] in text
     assert "X-LLM42-Verifier" not in plain.headers
     assert plain.json()["llm42"]["verifier"] is None

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from llm42.audit_file import AuditFileError, claims_of, parse_lines, read_records
+from llm42.audit_file import AuditFileError, parse_lines, read_records
+from llm42.claims import claims_of
 from llm42.fingerprint import fingerprint
 from llm42.protocol import SamplingParams, TokenLogprob
 from llm42.receipt import Answered, make_receipt
