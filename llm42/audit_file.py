@@ -1,5 +1,5 @@
-"""Files of stored answers: JSON lines. A line that cannot be read becomes an error with its number; the rest is
-audited all the same."""
+"""Files of stored answers: JSON lines. A line that cannot be read becomes an error with its number; the rest
+is audited all the same."""
 
 from __future__ import annotations
 
