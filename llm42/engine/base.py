@@ -9,7 +9,7 @@ from typing import Protocol
 from llm42.protocol import FinishReason, Request, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per token, and a frozen one costs three times as much
 class EngineOutput:
     """Tokens a request produced: `tokens[i]` is its output token number `start + i`.
 

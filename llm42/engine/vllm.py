@@ -31,7 +31,7 @@ from llm42.engine.base import EngineLoad, Sink
 from llm42.engine.vllm_connection import Connection, connect
 from llm42.engine.vllm_sampling import arguments_of, finish_of, token_logprobs
 from llm42.engine.vllm_stream import Attempt, Stream
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
@@ -240,11 +240,14 @@ class VllmEngine:
     def _take(self, stream: Stream, output: Any) -> bool:
         """vLLM's new tokens (a RequestOutput); False when the attempt must end here."""
         new = output.outputs[0]
-        finish, tokens = finish_of(new.finish_reason), new.token_ids
+        tokens, finish = new.token_ids, None if new.finish_reason is None else finish_of(new.finish_reason)
         if not stream.told:
             stream.learn(output)
         if not stream.request.deterministic:
-            stream.report(tokens, token_logprobs(tokens, new.logprobs, stream.request.num_logprobs), finish)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if new.logprobs is not None:
+                logprobs = token_logprobs(tokens, new.logprobs, stream.request.num_logprobs)
+            stream.report(tokens, logprobs, finish)
             if finish is not None:
                 self._streams.pop(stream.request.request_id, None)
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llm42.engine.base import EngineOutput, Sink
@@ -85,7 +85,12 @@ class Stream:
         error: str | None = None,
     ) -> None:
         """Tells the sink."""
-        start, request_id = self.count, self.request.request_id
-        told, self.news = (self.news, {}) if tokens and self.news else ({}, self.news)
+        start = self.count
         self.count += len(tokens)
-        self.sink(EngineOutput(request_id, self.epoch, start, tuple(tokens), logprobs, finish, error, **told))
+        output = EngineOutput(
+            self.request.request_id, self.epoch, start, tuple(tokens), logprobs, finish, error
+        )
+        if tokens and self.news:
+            output = replace(output, **self.news)
+            self.news = {}
+        self.sink(output)
