@@ -1,0 +1,309 @@
+"""Rows of the collected field reports (what users of deterministic serving trip over) as tests of the
+service: two replicas that also propose wrong tokens, beside noise. Sizes fit two CPU cores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deployments.launch import Service
+from llm42.config import Settings
+from llm42.tokenizer import Tokenizer
+from tests.service.oracle import Answer, ask, noise
+
+pytestmark = pytest.mark.service
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(settings: Settings) -> str:
+    return settings.model.name
+
+
+def prompt_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text)
+
+
+async def many(
+    aclient: openai.AsyncOpenAI, model: str, prompts: list[list[int]], tokens: int = TOKENS, **fields: Any
+) -> list[Answer]:
+    """Deterministic answers to prompts that are sent at once, beside noise."""
+    beside = asyncio.create_task(noise(aclient, model, seed=len(prompts), requests=8))
+    found = await asyncio.gather(
+        *(ask(aclient, model, p, tokens, deterministic=True, **fields) for p in prompts)
+    )
+    await beside
+    return [answer for answer, _ in found]
+
+
+async def alone(aclient: openai.AsyncOpenAI, model: str, prompt: list[int], **fields: Any) -> Answer:
+    return (await ask(aclient, model, prompt, fields.pop("tokens", TOKENS), deterministic=True, **fields))[0]
+
+
+async def test_r2_sequential_and_concurrent_are_one_answer(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R1, R2, R36: 6 calls one after the other, 24 at once: one output, and one set of floats to the end."""
+    prompt = prompt_of(tokenizer, "Once upon a time there was")
+    found = [await alone(aclient, model, prompt, temperature=0) for _ in range(6)]
+    found += await many(aclient, model, [prompt] * 24, temperature=0)
+    assert len(set(found)) == 1
+
+
+async def test_r4_the_batch_size_does_not_matter(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R4, R5, R10, R13: the needle beside 0, 1, 5 and 15 fillers, and beside a long prefill."""
+    needle = prompt_of(tokenizer, "The best way to learn is")
+    want = await alone(aclient, model, needle, temperature=0)
+    for fillers in (1, 5, 15):
+        others = [prompt_of(tokenizer, f"Story number {i}:") for i in range(fillers)]
+        assert (await many(aclient, model, [needle, *others], temperature=0))[0] == want
+    long = prompt_of(tokenizer, "word " * 1200)
+    beside = asyncio.create_task(ask(aclient, model, long, 4))
+    assert await alone(aclient, model, needle, temperature=0) == want
+    await beside
+
+
+async def test_r11_a_list_of_equal_prompts(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R11: one request with a list of prompts: all choices equal, and equal to the single call."""
+    prompt = prompt_of(tokenizer, "My favourite colour is")
+    want = await alone(aclient, model, prompt, temperature=0)
+    for count in (4, 16):
+        reply = await aclient.completions.create(
+            model=model, prompt=[prompt] * count, max_tokens=TOKENS, temperature=0, logprobs=0,
+            extra_body={"deterministic": True, "return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        got = {
+            (
+                tuple((c.model_extra or {})["token_ids"]),
+                tuple((c.logprobs and c.logprobs.token_logprobs) or ()),
+            )
+            for c in reply.choices
+        }
+        assert got == {(want.tokens, want.logprobs)}
+
+
+async def test_r14_first_and_later_calls_agree_and_the_cache_is_used(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R14, R16, R17, R19, R20: cold, warm, and after others that share its prefix; the hits are proven."""
+    shared = "In the year 1911 a small ship left the harbour with a crew of nine and a cat. " * 4
+    prompt = prompt_of(tokenizer, shared + "The cat")
+    first, evidence = await ask(aclient, model, prompt, TOKENS, deterministic=True, temperature=0)
+    seen = [int(str(evidence["cached_prompt_tokens"]))]
+    for i in range(4):
+        await alone(aclient, model, prompt_of(tokenizer, shared + f"Number {i}"), temperature=0)
+        again, evidence = await ask(aclient, model, prompt, TOKENS, deterministic=True, temperature=0)
+        assert again == first
+        seen.append(int(str(evidence["cached_prompt_tokens"])))
+    assert seen[0] == 0, "the first call was not cold"
+    assert min(seen[1:]) >= 48, "the cache was not used"
+
+
+async def test_r15_the_order_of_prompts_with_a_shared_prefix(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R15, R18: prefixes of B - 1, B, B + 1 and 2B tokens (B is the block size), in two orders."""
+    base = prompt_of(tokenizer, "one two three four five six seven eight nine ten " * 8)
+    prompts = [base[:n] + tail for n in (15, 16, 17, 32) for tail in (base[-3:], base[-5:-1])]
+    forward = [await alone(aclient, model, p, tokens=8, temperature=0) for p in prompts]
+    backward = [await alone(aclient, model, p, tokens=8, temperature=0) for p in reversed(prompts)]
+    assert forward == backward[::-1]
+
+
+async def test_r22_long_prompts_at_several_concurrencies(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R21, R22: where chunks end moves with the load; the prompt's own log-probabilities do not."""
+    prompt = prompt_of(tokenizer, "The quick brown fox jumps over the lazy dog. " * 30)
+
+    async def scores() -> list[float]:
+        reply = await aclient.completions.create(
+            model=model, prompt=prompt, max_tokens=0, logprobs=0, echo=True,
+            extra_body={"deterministic": True},
+        )  # fmt: skip
+        assert reply.choices[0].logprobs
+        found = list(reply.choices[0].logprobs.token_logprobs or [])
+        assert found[0] is None
+        assert len(found) == len(prompt)
+        return found[1:]
+
+    want = await scores()
+    assert len(set(want)) > 20
+    for got in await asyncio.gather(*(scores() for _ in range(5))):
+        assert got == want
+
+
+async def test_r24_a_command_line_that_can_be_published(
+    service: Service, model: str, client: openai.OpenAI
+) -> None:
+    """R24: curl with a seed, twice, and the openai client: one text."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is not installed")
+    body = {"model": model, "prompt": "A haiku:", "seed": 123, "temperature": 0.5, "deterministic": True}
+
+    def run() -> str:
+        command = [curl, "-s", f"{service.url}/v1/completions", "-H", "Content-Type: application/json"]
+        done = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, check=True)
+        return str(json.loads(done.stdout)["choices"][0]["text"])
+
+    texts = {await asyncio.to_thread(run) for _ in range(2)}
+    reply = client.completions.create(
+        model=model, prompt="A haiku:", seed=123, temperature=0.5, extra_body={"deterministic": True}
+    )
+    assert texts == {reply.choices[0].text}
+
+
+@pytest.mark.parametrize("path", ["chat", "completions"])
+async def test_r26_seeds_work_on_both_routes(
+    aclient: openai.AsyncOpenAI, model: str, path: str, service: Service
+) -> None:
+    """R26, R30, R31: ten seeds at once, twice: each repeats, and at least nine differ."""
+
+    async def one(seed: int) -> str:
+        fields: Any = {"model": model, "seed": seed, "temperature": 1.5, "max_tokens": 12}
+        extra = {"deterministic": True}
+        if path == "chat":
+            talk: Any = [{"role": "user", "content": "Say something."}]
+            chat = await aclient.chat.completions.create(messages=talk, extra_body=extra, **fields)
+            return chat.choices[0].message.content or ""
+        reply = await aclient.completions.create(prompt="Something:", extra_body=extra, **fields)
+        return reply.choices[0].text
+
+    first, second = [await asyncio.gather(*(one(s) for s in range(10))) for _ in range(2)]
+    assert first == second
+    assert len(set(first)) >= 9
+
+
+async def test_r27_a_seed_beside_unseeded_neighbours(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R27, R34: seeded sampling under noise is what it is alone."""
+    prompt = prompt_of(tokenizer, "The weather today")
+    want = await alone(aclient, model, prompt, temperature=1.0, seed=42)
+    assert set(await many(aclient, model, [prompt] * 6, temperature=1.0, seed=42)) == {want}
+    assert await alone(aclient, model, prompt, temperature=1.0, seed=43) != want
+
+
+async def test_r28_unflagged_unseeded_calls_differ(aclient: openai.AsyncOpenAI, model: str) -> None:
+    """R28: nobody asked for sameness: 12 calls give many texts. Control for R29 too."""
+    calls = [
+        aclient.completions.create(model=model, prompt="Invent a word:", temperature=1.2, max_tokens=12)
+        for _ in range(12)
+    ]
+    assert len({r.choices[0].text for r in await asyncio.gather(*calls)}) >= 10
+
+
+async def test_r29_the_seed_that_was_chosen_comes_back_and_replays(
+    aclient: openai.AsyncOpenAI, model: str, settings: Settings, tokenizer: Tokenizer
+) -> None:
+    """R29, R32: without a seed the documented one is used and returned, and replays. Seeds at the edges are
+    used and echoed, or refused."""
+    prompt = prompt_of(tokenizer, "A new idea:")
+    found, evidence = await ask(aclient, model, prompt, TOKENS, deterministic=True, temperature=1.0)
+    assert evidence["seed"] == settings.server.default_seed
+    assert await alone(aclient, model, prompt, temperature=1.0, seed=evidence["seed"]) == found
+    answers = set()
+    for seed in (0, -1, 2**31 - 1, -(2**63), 2**63 - 1):
+        got, evidence = await ask(aclient, model, prompt, 8, deterministic=True, temperature=1.0, seed=seed)
+        assert evidence["seed"] == seed
+        answers.add(got)
+    assert len(answers) >= 4
+    with pytest.raises(openai.BadRequestError, match="seed"):
+        await ask(aclient, model, prompt, 8, deterministic=True, seed=2**63)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.05}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.7},
+        {"repetition_penalty": 1.3}, {"logit_bias": {"28": 3, "30": -100}}, {"min_tokens": 5},
+    ],
+    ids=lambda f: next(iter(f)),
+)  # fmt: skip
+async def test_r33_every_sampling_field_is_repeatable(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """R33: with a seed under noise; and the field is not ignored, or its answer would be the plain one's."""
+    prompt = prompt_of(tokenizer, "List of things:")
+    found = await many(aclient, model, [prompt] * 3, 16, temperature=1.0, seed=5, **fields)
+    assert len(set(found)) == 1
+    if "min_tokens" not in fields and "min_p" not in fields:
+        assert await alone(aclient, model, prompt, tokens=16, temperature=1.0, seed=5) != found[0]
+
+
+async def test_r39_one_fingerprint_over_many_calls(
+    aclient: openai.AsyncOpenAI, model: str, service: Service
+) -> None:
+    """R39, R35: constant within a build, and the one that /health names."""
+    calls = [
+        aclient.completions.create(model=model, prompt="x", max_tokens=2, extra_body={"deterministic": True})
+        for _ in range(20)
+    ]
+    found = {r.system_fingerprint for r in await asyncio.gather(*calls)}
+    assert found == {service.health()["fingerprint"]}
+
+
+async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> None:
+    """R42: an over-long prompt, a bad n, a bad type, all with stream: 4xx before any chunk."""
+    wrong: list[dict[str, Any]] = [{"prompt": [1] * 5000}, {"n": 0}, {"temperature": "hot"}, {"best_of": 3}]
+    async with httpx.AsyncClient(timeout=30) as http:
+        for fields in wrong:
+            body = {"model": model, "prompt": "x", "stream": True, **fields}
+            reply = await http.post(f"{service.url}/v1/completions", json=body)
+            assert reply.status_code == 400
+            assert reply.headers["content-type"].startswith("application/json")
+
+
+async def test_r53_a_rollout_can_be_scored_again(
+    aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
+) -> None:
+    """R53: ids and log-probabilities come back; prompt + output, scored as a prompt, has the same floats."""
+    prompt = prompt_of(tokenizer, "Question: why is the sky blue? Answer:")
+    out = await alone(aclient, model, prompt, temperature=1.0, seed=3)
+    reply = await aclient.completions.create(
+        model=model, prompt=[*prompt, *out.tokens], max_tokens=0, logprobs=0, echo=True,
+        extra_body={"deterministic": True},
+    )  # fmt: skip
+    assert reply.choices[0].logprobs
+    found = (reply.choices[0].logprobs.token_logprobs or [])[len(prompt) :]
+    assert tuple(found) == out.logprobs
+
+
+async def test_r55_an_idle_server_says_so(service: Service, model: str, aclient: openai.AsyncOpenAI) -> None:
+    """R54, R55, R56: after cut streams and finished requests nothing runs, waits or holds KV; survivors are
+    what they would have been."""
+    body = {"model": model, "prompt": "Once", "max_tokens": 800, "stream": True, "ignore_eos": True}
+
+    async def leave(i: int) -> None:
+        fields = body | {"deterministic": bool(i % 2)}
+        async with (
+            httpx.AsyncClient(timeout=60) as http,
+            http.stream("POST", f"{service.url}/v1/completions", json=fields) as reply,
+        ):
+            async for _ in reply.aiter_lines():
+                return
+
+    want = await alone(aclient, model, [19556, 28], temperature=0)
+    survivors = [asyncio.create_task(alone(aclient, model, [19556, 28], temperature=0)) for _ in range(4)]
+    await asyncio.gather(*(leave(i) for i in range(10)))
+    assert {await s for s in survivors} == {want}
+    deadline = time.monotonic() + 10
+    while True:
+        states = [await asyncio.to_thread(service.health) for _ in range(8)]
+        if not any(s[k] for s in states for k in ("running", "waiting", "queued", "kv_used")):
+            break
+        assert time.monotonic() < deadline, states
+        await asyncio.sleep(0.2)
