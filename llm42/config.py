@@ -258,7 +258,7 @@ class AuditSettings(_Section):
 
     keys: dict[str, str] = Field(
         default_factory=dict,
-        description="key id -> file with a secret of 16 bytes or more; receipts signed with it can be checked",
+        description="key id -> file with a secret of 16 bytes or more, which signs and checks receipts",
     )
     signing_key: str | None = Field(
         None, description="id of the key that signs new receipts; null: they are not signed"
