@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from deployments import errors
 from deployments.asgi import ClientGone, until_disconnect
 from deployments.openai_types import ChatBody, CompletionBody
+from deployments.policy import KeyPolicy
 from deployments.translate import plan
 from llm42.canon import Planner
 from llm42.claims import Claim, claims_of, manifest_of
@@ -165,7 +166,10 @@ def add_audits(
 
     @app.post("/v1/audit")
     async def audit(body: AuditBody, http: HttpRequest) -> Response:
+        policy: KeyPolicy = http.state.policy
         try:
+            if not policy.may_verify:
+                raise errors.Forbidden(f"The key '{policy.name}' may not use the verifiers.")
             return JSONResponse(await until_disconnect(http, audits.audit(body)))
         except ClientGone:
             return Response(status_code=499)

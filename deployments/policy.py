@@ -60,6 +60,11 @@ class KeyPolicy:
             raise errors.Forbidden(f"The key '{self.name}' may not ask for deterministic output.")
         return wanted
 
+    @property
+    def may_verify(self) -> bool:
+        """Whether it may use the verifiers at all."""
+        return self._limit != 0
+
     async def hold(self, outputs: int, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """The pieces of a deterministic request, counted as `outputs` while it runs. Raises Overloaded."""
         if self._limit is not None and self._held and self._held + outputs > self._limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -225,3 +226,21 @@ async def test_an_audit_is_bounded_and_needs_a_verifier(lab: Lab, settings: Sett
         calls = [http.post("/v1/audit", json={"records": [flat]}) for _ in range(40)]
         statuses = {r.status_code for r in await asyncio.gather(*calls)}
         assert statuses == {200, 429}
+
+
+async def test_a_key_without_determinism_may_not_use_the_verifiers(lab: Lab, settings: Settings) -> None:
+    shares = {"none": 0.0, "all": 1.0}
+    keys = [
+        {"name": k, "sha256": hashlib.sha256(k.encode()).hexdigest(), "deterministic_share": share}
+        for k, share in shares.items()
+    ]
+    tree = settings.model_dump(mode="json")
+    tree["server"]["api_keys"] = keys
+    flat = {"prompt": [1], "output": [2], "sampling": {}, "fingerprint": FINGERPRINT}
+    async with client(lab, Settings.load(tree)) as (http, _):
+        statuses = []
+        for key in (None, "none", "all"):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            reply = await http.post("/v1/audit", json={"records": [flat]}, headers=headers)
+            statuses.append(reply.status_code)
+        assert statuses == [401, 403, 200]
