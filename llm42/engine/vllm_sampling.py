@@ -46,7 +46,7 @@ def arguments_of(
             draw = dataclasses.asdict(request.sampling)
             arguments["extra_args"] = {EXTRA_ARG: {"prompt_len": len(request.prompt), "sampling": draw}}
         return arguments
-    return arguments | _own_sampler(request, arguments["max_tokens"], seeds)
+    return arguments | _own_sampler(request, done, seeds)
 
 
 def is_plain_argmax(params: SamplingParams) -> bool:
@@ -56,8 +56,9 @@ def is_plain_argmax(params: SamplingParams) -> bool:
     return is_greedy(params) and not (adjusted or params.logit_bias or banned)
 
 
-def _own_sampler(request: Request, max_tokens: int, seeds: bool) -> dict[str, Any]:
+def _own_sampler(request: Request, done: int, seeds: bool) -> dict[str, Any]:
     p = request.sampling
+    least = min(p.min_tokens, request.max_tokens)  # vLLM refuses more
     arguments: dict[str, Any] = {
         "temperature": 0.0 if is_greedy(p) else p.temperature,
         "top_k": p.top_k,
@@ -66,7 +67,7 @@ def _own_sampler(request: Request, max_tokens: int, seeds: bool) -> dict[str, An
         "repetition_penalty": p.repetition_penalty,
         "presence_penalty": p.presence_penalty,
         "frequency_penalty": p.frequency_penalty,
-        "min_tokens": min(p.min_tokens, max_tokens),  # vLLM refuses more
+        "min_tokens": max(0, least - done),
         "logprobs": request.num_logprobs,
     }
     if request.prompt_logprobs is not None and not request.output:

@@ -64,6 +64,7 @@ def test_best_effort_requests_get_vllms_sampler_as_asked() -> None:
         assert asked[name] == getattr(PENALISED, name)
     assert asked["logit_bias"] == {17: 2.5, 300: -4.0}
     assert arguments_of(replace(request, max_tokens=4), 0)["min_tokens"] == 4, "vLLM refuses more"
+    assert [arguments_of(request, done)["min_tokens"] for done in (5, 30)] == [4, 0]
     assert (asked["logprobs"], asked["max_tokens"], asked["stop_token_ids"]) == (2, 50, [7])
 
 
