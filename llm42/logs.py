@@ -58,5 +58,5 @@ def configure(settings: TelemetrySettings, component: str, stream: TextIO | None
     handler.setFormatter(_Json(component) if settings.log_format == "json" else _Lines(text))
     for name in LOGGERS:
         log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
+        log.handlers = [handler]
         log.setLevel(settings.log_level.upper())

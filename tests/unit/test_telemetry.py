@@ -30,10 +30,10 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def log() -> Iterator[io.StringIO]:
     """Where the loggers write; they are put back afterwards."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(x.handlers, x.propagate, x.level) for x in loggers]
+    before = [(x.handlers, x.level) for x in loggers]
     yield io.StringIO()
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        logger.handlers = handlers
         logger.setLevel(level)
 
 
