@@ -20,13 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Figure, report
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 
 ANIMALS = ("cat", "dog", "horse", "owl", "whale", "bee", "wolf", "crab")
+FLAG = {"X-LLM42-Deterministic": "true"}
 PLACES = ("sea", "forest", "desert", "river", "city", "barn", "sky", "hill")
 CHOICE_TASK = """
 task: llm42_choice
@@ -75,6 +78,16 @@ def write_tokenizer(path: str, directory: Path) -> Path:
     return place
 
 
+def require_flag(args: argparse.Namespace) -> None:
+    """The header is what makes lm-eval's requests deterministic: without it nothing is shown."""
+    body = {"model": args.model, "prompt": "x", "max_tokens": 1}
+    headers = {"Content-Type": "application/json", **FLAG}
+    asked = urllib.request.Request(f"{args.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=120) as reply:
+        if not json.load(reply)["llm42"]["deterministic"]:
+            raise SystemExit("the server does not heed X-LLM42-Deterministic")
+
+
 def run(args: argparse.Namespace, directory: Path, concurrency: int) -> tuple[dict[str, bytes], float]:
     """lm-eval's per-sample logs by task, without what is a time or a path; and the seconds it took."""
     out = directory / f"out{concurrency}"
@@ -84,7 +97,7 @@ def run(args: argparse.Namespace, directory: Path, concurrency: int) -> tuple[di
         "max_retries": 1, "seed": 7, "max_length": 1024,
     }  # fmt: skip
     if not args.control:
-        model["header"] = {"X-LLM42-Deterministic": "true"}
+        model["header"] = FLAG
     command = [
         args.lm_eval, "run", "--model", "local-completions", "--model_args", json.dumps(model),
         "--include_path", str(directory), "--tasks", "llm42_choice,llm42_text",
@@ -109,22 +122,28 @@ def main() -> int:
     parser.add_argument("--model-path", default=Settings().model.path, help="where its tokenizer is")
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--control", action="store_true")
+    parser.add_argument("--result", help="also write benchmarks/results/NAME.json")
     args = parser.parse_args()
+    require_flag(args)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_tasks(directory, args.questions)
         write_tokenizer(args.model_path, directory)
-        logs, report = {}, dict[str, Any](questions=args.questions, deterministic=not args.control)
+        logs, raw = {}, dict[str, Any](questions=args.questions, deterministic=not args.control)
         for concurrency in (1, 16):
             logs[concurrency], seconds = run(args, directory, concurrency)
-            report[f"seconds_{concurrency}"] = round(seconds, 1)
-            report[f"sha256_{concurrency}"] = {
+            raw[f"seconds_{concurrency}"] = round(seconds, 1)
+            raw[f"sha256_{concurrency}"] = {
                 task: hashlib.sha256(text).hexdigest()[:16] for task, text in logs[concurrency].items()
             }
-        report["bytes"] = {task: len(text) for task, text in logs[1].items()}
-        report["equal"] = bool(logs[1]) and logs[1] == logs[16]
-    print(json.dumps(report))
-    return int(report["equal"] == args.control)
+        raw["bytes"] = {task: len(text) for task, text in logs[1].items()}
+    equal = sum(logs[1][task] == logs[16].get(task) for task in logs[1])
+    raw["equal"] = len(logs[1]) == 2 == equal
+    print(json.dumps(raw))
+    if args.result:
+        target = None if args.control else 2.0
+        report(args.result, {"equal_logs": Figure(float(equal), "of 2 tasks", target, "higher")}, raw)
+    return int(raw["equal"] == args.control)
 
 
 if __name__ == "__main__":

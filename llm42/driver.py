@@ -84,14 +84,15 @@ class Generator:
             finish: FinishReason | None = None
             while finish is None:
                 output = await inbox.get()
-                if output.error is not None:
-                    raise EngineFailed(output.error)
+                _require_no_error(output)
                 finish = output.finish
                 delta = self._delta(request, text, output.tokens, output.logprobs, finish)
                 finish = delta.finish_reason
-                yield replace(
-                    delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
-                )
+                if output.cached_tokens is not None or output.prompt_logprobs is not None:
+                    delta = replace(
+                        delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
+                    )
+                yield delta
         finally:
             self.engine.abort(request.request_id)
 
@@ -147,10 +148,16 @@ class Generator:
         )
 
 
-def _prompt_alone(output: EngineOutput) -> Delta:
-    """The whole answer to a request for no tokens."""
+def _require_no_error(output: EngineOutput) -> None:
+    if output.error is not None and output.param is not None:
+        raise RequestRejected(output.error, output.param)
     if output.error is not None:
         raise EngineFailed(output.error)
+
+
+def _prompt_alone(output: EngineOutput) -> Delta:
+    """The whole answer to a request for no tokens."""
+    _require_no_error(output)
     return Delta(
         (),
         "",
@@ -260,8 +267,7 @@ class _Drive:
                 cached = min(event.timings.cached_rows, len(self.request.prompt))
                 self.session.stats.cached_prompt_tokens = cached
             return self.session.commit(event, time.monotonic())
-        if event.error is not None:
-            raise EngineFailed(event.error)
+        _require_no_error(event)
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
@@ -284,7 +290,7 @@ class _Drive:
                 self.session,
                 fingerprint,
             )
-            return replace(delta, cached_tokens=cached)
+            return delta if cached is None else replace(delta, cached_tokens=cached)
         return None
 
     async def _verify(self, window: Window) -> None:

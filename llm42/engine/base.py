@@ -29,6 +29,8 @@ class EngineOutput:
     """With a best-effort request's first output, if asked for: from the prompt's second token on."""
     cached_tokens: int | None = None
     """With a first output: how many of the prompt's tokens were found in the engine's cache."""
+    param: str | None = None
+    """With an error: the field of the request that is to blame, if one is."""
 
 
 Sink = Callable[[EngineOutput], None]

@@ -232,7 +232,10 @@ class VllmEngine:
         except Exception as error:
             log.exception("request %s failed in vLLM", attempt.id)
             if stream.attempt is attempt:
-                self._fail(stream, f"{type(error).__name__}: {error}")
+                # vLLM reads the schema first of all, and refuses it with a ValueError
+                schema = request.json_schema is not None and isinstance(error, ValueError)
+                param = "response_format" if schema and not stream.told else None
+                self._fail(stream, f"{type(error).__name__}: {error}", param)
         finally:
             if not over:  # a request cancelled on its way in is known to its generator no more
                 await connection.abort(attempt.id)
@@ -269,9 +272,9 @@ class VllmEngine:
             return (token + 1 + self._corrupt.randrange(vocab - 1)) % vocab
         return token
 
-    def _fail(self, stream: Stream, error: str) -> None:
+    def _fail(self, stream: Stream, error: str, param: str | None = None) -> None:
         self._streams.pop(stream.request.request_id, None)
-        stream.report(error=error)
+        stream.report(error=error, param=param)
 
     def _fail_all(self, error: str) -> None:
         """vLLM is gone, or about to go."""

@@ -83,12 +83,13 @@ class Stream:
         logprobs: tuple[TokenLogprob, ...] = (),
         finish: FinishReason | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> None:
-        """Tells the sink."""
+        """Tells the sink. param: the request's field that the error is about."""
         start = self.count
         self.count += len(tokens)
         output = EngineOutput(
-            self.request.request_id, self.epoch, start, tuple(tokens), logprobs, finish, error
+            self.request.request_id, self.epoch, start, tuple(tokens), logprobs, finish, error, param=param
         )
         if tokens and self.news:
             output = replace(output, **self.news)

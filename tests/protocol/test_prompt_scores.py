@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from llm42.prompt_scores import scoring_window
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, TokenLogprob, Window
 from llm42.verifier.core import Verifier
-from tests.support import SAMPLED, Lab, answer_of, differences, request_of, torch_threads
+from tests.support import SAMPLED, Lab, answer_of, both_engines, differences, request_of, torch_threads
 from tests.support import Answer as Output
 
 
@@ -76,6 +77,7 @@ def test_control_without_scoring_the_window_ends_at_the_first_token_not_drawn(la
     assert wrong.logprobs != right.logprobs[: len(wrong.logprobs)]
 
 
+@both_engines
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_nothing_but_the_prompt(lab: Lab, deterministic: bool) -> None:
     """max_tokens 0: one delta, with the prompt's log-probabilities and no token."""
@@ -86,15 +88,25 @@ def test_nothing_but_the_prompt(lab: Lab, deterministic: bool) -> None:
     assert (only.fingerprint is not None) == deterministic
 
 
-@pytest.mark.parametrize("kv_tokens", [8192, 160])
-def test_best_effort_scores_are_close_to_the_canonical_ones(lab: Lab, kv_tokens: int) -> None:
-    """Also when the cache is warm, and when there is so little of it that prompts are preempted: every token
-    once, in order."""
+@both_engines
+def test_best_effort_scores_are_close_to_the_canonical_ones(lab: Lab) -> None:
+    """Also when the cache is warm: every token once, in order."""
+    best_effort_scores(lab, lab.engine(prefill_chunk=24))
+
+
+def test_a_preempted_prompt_is_scored_once(lab: Lab) -> None:
+    """The same in a cache so small that prompts are preempted and computed again."""
+    engine = lab.engine(kv_tokens=160, prefill_chunk=24)
+    best_effort_scores(lab, engine)
+    assert engine.load().preemptions > 0, "the cache was not too small"
+
+
+def best_effort_scores(lab: Lab, engine: Any) -> None:
+    """Three equal prompts at once, twice, beside the canonical scores of one."""
     requests = [
         request_of(f"r{i}", 7, 80, 40, prompt_logprobs=3, deterministic=False, stop_token_ids=())
         for i in range(3)
     ]
-    engine = lab.engine(kv_tokens=kv_tokens, prefill_chunk=24)
     want = one_by_one(lab, requests[0].prompt)
 
     async def together() -> list[list[Delta]]:
@@ -106,8 +118,6 @@ def test_best_effort_scores_are_close_to_the_canonical_ones(lab: Lab, kv_tokens:
             assert [p.token for p in got] == [p.token for p in want]
             pairs = torch.tensor([[a.logprob, b.logprob] for a, b in zip(got, want, strict=True)])
             assert torch.allclose(pairs[:, 0], pairs[:, 1], atol=0.2)
-    if kv_tokens == 160:
-        assert engine.load().preemptions > 0, "the cache was not too small"
 
 
 def test_cached_tokens_are_told(lab: Lab) -> None:
