@@ -55,7 +55,7 @@ class VllmSettings(_Section):
     )
     structured_outputs: bool = Field(
         False,
-        description="best-effort requests may ask for JSON (response_format); vLLM loads the tokenizer too",
+        description="best-effort requests may ask for JSON (response_format); GPUs only",
     )
     export_dir: str = Field(
         ".cache/exports", description="where a GGUF file is kept in the form that vLLM reads"
@@ -291,6 +291,13 @@ class Settings(_Section):
     server: ServerSettings = ServerSettings()
     audit: AuditSettings = AuditSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _structured(self) -> Settings:
+        # vLLM's CPU build ends constrained requests with an error of its own
+        if self.engine.vllm.structured_outputs and self.model.device != "cuda":
+            raise ValueError("engine.vllm.structured_outputs needs model.device 'cuda'")
+        return self
 
     @model_validator(mode="after")
     def _affinity(self) -> Settings:

@@ -111,7 +111,9 @@ async def test_calls_cannot_be_forced(with_tools: Tokenizer, kind: Any) -> None:
     await refused(with_tools, "tool_choice", tools=[TOOL], tool_choice=kind)
 
 
-VLLM = Settings.load({"engine": {"kind": "vllm", "vllm": {"structured_outputs": True}}})
+VLLM = Settings.load(
+    {"model": {"device": "cuda"}, "engine": {"kind": "vllm", "vllm": {"structured_outputs": True}}}
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMATS: list[tuple[dict[str, Any], Any]] = [
     ({"type": "json_object"}, {"type": "object"}),
