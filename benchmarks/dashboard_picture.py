@@ -29,7 +29,7 @@ from llm42.config import Settings
 
 PICTURE = Path(__file__).parents[1] / "docs" / "dashboard.png"
 CORRUPT_SHARE = 0.1
-PHASES = ((2, 1, 45.0), (6, 4, 60.0), (10, 0, 45.0), (1, 6, 45.0))
+PHASES = ((2, 1, 40.0), (5, 3, 40.0), (8, 0, 30.0), (1, 6, 40.0))
 """(deterministic clients, best-effort clients, seconds)"""
 STEP_S = 2.0
 WINDOW = "30s"
@@ -95,7 +95,10 @@ def panel_series(prometheus: Prometheus, panel: dict[str, Any], start: float, en
     for target in panel["targets"]:
         expression = filled_in(target["expr"], window=WINDOW)
         for labels, points in prometheus.query_range(expression, start, end, STEP_S):
-            kept = [(t - start, v) for t, v in points if math.isfinite(v)]
+            values = {t: v for t, v in points if math.isfinite(v)}
+            steps = [start + STEP_S * i for i in range(int((end - start) / STEP_S) + 1)]
+            # a step without a value breaks the line
+            kept = [(t - start, values.get(round(t, 3), math.nan)) for t in steps] if values else []
             found.append((legend(target["legendFormat"], labels), kept))
     return found
 
@@ -103,7 +106,9 @@ def panel_series(prometheus: Prometheus, panel: dict[str, Any], start: float, en
 def draw(shown: list[tuple[dict[str, Any], Series]], footer: str) -> None:
     """One field for each panel: a number where the dashboard has one, else lines."""
     rows = -(-len(shown) // COLUMNS)
-    figure, axes = plt.subplots(rows, COLUMNS, figsize=(5.2 * COLUMNS, 3.1 * rows))
+    heights = [0.3, *[1.0] * (rows - 1)]  # the first row holds the dashboard's single numbers
+    size = (5.2 * COLUMNS, 3.1 * sum(heights))
+    figure, axes = plt.subplots(rows, COLUMNS, figsize=size, height_ratios=heights)
     for axis in axes.flat[len(shown) :]:
         axis.axis("off")
     for axis, (panel, series) in zip(axes.flat, shown, strict=False):
@@ -112,7 +117,8 @@ def draw(shown: list[tuple[dict[str, Any], Series]], footer: str) -> None:
         axis.set_title(f"{panel['title']}{f' ({suffix.strip()})' if suffix else ''}", fontsize=11, loc="left")
         if panel["type"] == "stat":
             axis.axis("off")
-            text = "\n".join(f"{scale * points[-1][1]:.4g}{suffix}" for _, points in series if points)
+            last = [[v for _, v in points if math.isfinite(v)][-1] for _, points in series if points]
+            text = "\n".join(f"{scale * value:.4g}{suffix}" for value in last)
             axis.text(0.5, 0.5, text, fontsize=30, ha="center", va="center", transform=axis.transAxes)
             continue
         for name, points in series[:10]:
@@ -137,11 +143,11 @@ def main() -> None:
         target = service.metrics_url.removeprefix("http://").removesuffix("/metrics")
         with Prometheus(Path(directory), [target]) as prometheus:
             time.sleep(10)
-            start = time.time()
+            start = float(int(time.time()))
             totals = asyncio.run(load(service.url, wanted.model.name))
-            time.sleep(8)
             end = time.time()
-            shown = [(panel, panel_series(prometheus, panel, start, end - 6)) for panel in panels()]
+            prometheus.settled("sum(ray_llm42_committed_tokens_total)")
+            shown = [(panel, panel_series(prometheus, panel, start, end)) for panel in panels()]
             counted = prometheus.value("sum(ray_llm42_rollbacks_total)")
             committed = prometheus.value("sum(ray_llm42_committed_tokens_total)")
     empty = [panel["title"] for panel, series in shown if not any(points for _, points in series)]

@@ -36,7 +36,7 @@ class Sample:
 
 
 class Prometheus:
-    """Scrapes `targets` (host:port) every second and evaluates the chart's rules as often. A context
+    """Scrapes `targets` (host:port) every two seconds; evaluates the chart's rules every second. A context
     manager."""
 
     def __init__(self, directory: Path, targets: Sequence[str], rules: Path = RULES) -> None:
@@ -45,7 +45,7 @@ class Prometheus:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
         config = {
-            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
             "rule_files": [str(rules)],
             "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": list(targets)}]}],
         }
@@ -97,6 +97,17 @@ class Prometheus:
         """The sum over the expression's series; NaN when there are none."""
         found = self.query(expression)
         return sum(x.value for x in found) if found else math.nan
+
+    def settled(self, expression: str, quiet_s: float = 10.0, timeout_s: float = 120.0) -> list[Sample]:
+        """The expression's value once it has not changed for longer than what happens takes to arrive."""
+        before, since, end = self.query(expression), time.monotonic(), time.monotonic() + timeout_s
+        while time.monotonic() - since < quiet_s:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{expression} does not come to rest: {before}")
+            if (now := self.query(expression)) != before:
+                before, since = now, time.monotonic()
+            time.sleep(0.5)
+        return before
 
     def query_range(
         self, expression: str, start: float, end: float, step_s: float

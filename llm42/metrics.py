@@ -119,7 +119,7 @@ STATE = Label("state", ("starting", "ready", "failed", "mixed", "unreachable"))
 FINGERPRINT = Label("fingerprint", bound="one for each verifier process")
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _TOKENS = (0.5, 1.0, 3.0, 7.0, 15.0, 31.0, 63.0, 127.0)
 """The first holds windows without an accepted candidate, the others the target lengths of windows."""
 
