@@ -124,6 +124,9 @@ class Replayer:
             request = self._request(claim)
         except LLM42Error as error:
             return Finding(*place, Verdict.FAILED, f"the stored request: {error}", signature)
+        if request.max_tokens < 1:
+            text = "the stored request asks for no output: there is nothing to compare"
+            return Finding(*place, Verdict.FAILED, text, signature)
         case = _Case(claim, request, signature, claim.output)
         if problem := question_problem(claim, request):
             return case.finding(Verdict.DIFFERS, problem)

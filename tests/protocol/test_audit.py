@@ -370,11 +370,17 @@ async def test_text_alone_is_generated_again_and_compared(lab: Lab) -> None:
         tokens | {"output": list(answer.tokens[:-1])},
         base | {"request": stop, "text": answer.text, "output": list(answer.tokens)},
         tokens | {"prompt": [9, 9]},
+        base | {"request": body | {"max_tokens": 0}, "text": ""},
     ]
     findings = await audit(lab, Canon(verifier, generator=generator), records_of(lines))
-    assert [f.verdict for f in findings] == [Verdict.CONFIRMED] * 3 + [Verdict.DIFFERS] * 5
+    assert [f.verdict for f in findings] == [
+        *[Verdict.CONFIRMED] * 3,
+        *[Verdict.DIFFERS] * 5,
+        Verdict.FAILED,
+    ]
     assert "character" in findings[3].reason
     assert "text is not that of the tokens" in findings[4].reason
     assert "does not end where" in findings[5].reason
     assert "text" in findings[6].reason
     assert "prompt tokens" in findings[7].reason
+    assert "no output" in findings[8].reason
