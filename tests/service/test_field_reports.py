@@ -36,7 +36,7 @@ async def many(
     aclient: openai.AsyncOpenAI, model: str, prompts: list[list[int]], tokens: int = TOKENS, **fields: Any
 ) -> list[Answer]:
     """Deterministic answers to prompts that are sent at once, beside noise."""
-    beside = asyncio.create_task(noise(aclient, model, seed=len(prompts), requests=8))
+    beside = asyncio.create_task(noise(aclient, model, seed=len(prompts), requests=4))
     found = await asyncio.gather(
         *(ask(aclient, model, p, tokens, deterministic=True, **fields) for p in prompts)
     )
