@@ -32,7 +32,7 @@ CORRUPT_SHARE = 0.1
 PHASES = ((2, 1, 40.0), (5, 3, 40.0), (8, 0, 30.0), (1, 6, 40.0))
 """(deterministic clients, best-effort clients, seconds)"""
 STEP_S = 2.0
-WINDOW = "30s"
+WINDOW = "40s"
 COLUMNS = 4
 Series = list[tuple[str, list[tuple[float, float]]]]
 

@@ -36,7 +36,7 @@ class Sample:
 
 
 class Prometheus:
-    """Scrapes `targets` (host:port) every two seconds; evaluates the chart's rules every second. A context
+    """Scrapes `targets` (host:port) every five seconds; evaluates the chart's rules every second. A context
     manager."""
 
     def __init__(self, directory: Path, targets: Sequence[str], rules: Path = RULES) -> None:
@@ -45,7 +45,8 @@ class Prometheus:
             probe.bind(("127.0.0.1", 0))
             self._address = f"127.0.0.1:{probe.getsockname()[1]}"
         config = {
-            "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "1s"},
+            # a busy machine may take seconds for a page; a scrape that is too late leaves a hole
+            "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1s"},
             "rule_files": [str(rules)],
             "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": list(targets)}]}],
         }
@@ -63,12 +64,12 @@ class Prometheus:
         ]
         with (self._directory / "prometheus.log").open("w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
                 with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=5):
                     return self
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # refused, or too busy to answer
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     self.__exit__()
                     text = (self._directory / "prometheus.log").read_text()
@@ -98,10 +99,10 @@ class Prometheus:
         found = self.query(expression)
         return sum(x.value for x in found) if found else math.nan
 
-    def settled(self, expression: str, quiet_s: float = 10.0, timeout_s: float = 120.0) -> list[Sample]:
+    def settled(self, expression: str, quiet_s: float = 15.0, timeout_s: float = 180.0) -> list[Sample]:
         """The expression's value once it has not changed for longer than what happens takes to arrive."""
         before, since, end = self.query(expression), time.monotonic(), time.monotonic() + timeout_s
-        while time.monotonic() - since < quiet_s:
+        while time.monotonic() - since < quiet_s or not before:
             if time.monotonic() > end:
                 raise TimeoutError(f"{expression} does not come to rest: {before}")
             if (now := self.query(expression)) != before:

@@ -191,7 +191,12 @@ class Service:
         """Waits for a certified verifier and returns the fingerprint. Raises LaunchFailed."""
         deadline = time.monotonic() + timeout_s
         while True:
-            health = self.health()
+            try:
+                health = self.health()
+            except TimeoutError:  # a machine that is busy with starting; not a failure yet
+                if time.monotonic() > deadline:
+                    raise LaunchFailed(f"{self.url}/health does not answer (logs: {log_dir()})") from None
+                continue
             if health["deterministic"]:
                 return str(health["fingerprint"])
             doing = health["detail"].removeprefix("No verifier is ready: ")

@@ -138,12 +138,12 @@ def traffic(service: Service, prometheus: Prometheus, planted: str, cluster_sett
     return made
 
 
-def settled(prometheus: Prometheus, quiet_s: float = 8.0) -> dict[str, dict[str, float]]:
+def settled(prometheus: Prometheus, quiet_s: float = 15.0) -> dict[str, dict[str, float]]:
     """The counters once they have not changed for longer than they take to arrive."""
     before: dict[str, dict[str, float]] = {}
     since = end = time.monotonic()
     while time.monotonic() - since < quiet_s or PLANTED not in before:
-        assert time.monotonic() - end < 120, f"the counters do not come to rest: {before}"
+        assert time.monotonic() - end < 180, f"the counters do not come to rest: {before}"
         if (now := counted(prometheus)) != before:
             before, since = now, time.monotonic()
         time.sleep(0.5)
