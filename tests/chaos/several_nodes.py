@@ -59,7 +59,7 @@ async def run(directory: Path, cluster: Cluster, verify_node: Any) -> dict[str, 
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build(tree), name="nodes", route_prefix="/nodes")
     app = App(Url(f"http://127.0.0.1:{port}"), "nodes", settings)  # type: ignore[arg-type]
-    await app.until(lambda h: bool(h["deterministic"]), 120)
+    await app.until(lambda h: bool(h["deterministic"]), 300)
     name = verifier_names(settings, sampled_identity(str(directory)), 1)[0]
     found: dict[str, Any] = {
         "verifier": (await get_actor(name).status.remote()).node,

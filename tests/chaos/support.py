@@ -54,7 +54,7 @@ class App:
         self.settings = settings or self.settings
         tree = self.settings.model_dump(mode="json")
         await asyncio.to_thread(serve.run, build(tree), name=self.name, route_prefix=f"/{self.name}")
-        await self.until(lambda h: bool(h["deterministic"]), 120.0)
+        await self.until(lambda h: bool(h["deterministic"]), 300.0)
 
     async def delete(self) -> None:
         """Deletes the application and, so that the next one starts cold, its actors."""

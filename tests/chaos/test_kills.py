@@ -98,7 +98,7 @@ async def test_every_stream_ends_with_the_oracles_tokens(app: App, lab: Lab, act
 
 async def nothing_is_left(app: App) -> None:
     """No slot, KV block or queue entry is held once the streams are over; every role is there again."""
-    await app.until(lambda h: h["deterministic"] and h["running"] == h["waiting"] == h["kv_used"] == 0, 90.0)
+    await app.until(lambda h: h["deterministic"] and h["running"] == h["waiting"] == h["kv_used"] == 0, 240.0)
     for _ in range(100):
         stats = [await get_actor(name).stats.remote() for name in app.verifier_names()]
         if all(s and s["kv_held_blocks"] == s["active"] == s["waiting"] == 0 for s in stats):

@@ -24,7 +24,7 @@ def test_roles_are_placed_by_resources_and_survive_the_loss_of_a_node(lab: Lab) 
         env=environment | {"RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -170,7 +170,7 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
     while (await handle.status.remote()).state == "starting":
         await asyncio.sleep(0.1)
     async with application(service, f"audit{verifiers}", audited) as app:
-        await app.until(lambda h: h["verifiers_ready"] == verifiers, 60)
+        await app.until(lambda h: h["verifiers_ready"] == verifiers, 240)
         supervisor = get_actor(supervisor_name(settings, identity))
         assert (await handle.status.remote()).fingerprint == (await app.health())["fingerprint"]
         for _ in range(20):
@@ -179,7 +179,7 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
                 break
         else:
             pytest.fail("not found in 20 rounds")
-        await app.until(lambda h: h["verifiers_ready"] == verifiers, 60)
+        await app.until(lambda h: h["verifiers_ready"] == verifiers, 240)
         with pytest.raises(ray.exceptions.RayActorError):
             await handle.status.remote()
         requests = [deterministic(i, 32) for i in range(8)]
