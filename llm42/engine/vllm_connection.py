@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
+from llm42.engine.vllm_guard import Guard
 from llm42.models.export import export_model
 from llm42.protocol import LLM42Error, Request, RequestRejected
 
@@ -65,6 +66,7 @@ class Connection:
     stats: Stats = field(default_factory=Stats)
     facts: dict[str, Any] = field(default_factory=dict)
     """What runs, for the log and for results."""
+    guard: Guard | None = None
 
     @property
     def errored(self) -> bool:
@@ -98,6 +100,8 @@ class Connection:
     def close(self) -> None:
         """Ends vLLM's processes."""
         self.llm.shutdown()
+        if self.guard is not None:
+            self.guard.close()
 
 
 def connect(settings: Settings) -> Connection:
@@ -115,12 +119,15 @@ def connect(settings: Settings) -> Connection:
 
     stats = Stats()
     arguments = engine_arguments(settings, model_directory(settings))
+    guard = Guard()
     try:
         llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger_class(stats)]
         )
     except Exception as error:
+        guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
+    guard.ready()
     config = llm.vllm_config
     cache = config.cache_config
     kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
@@ -147,7 +154,7 @@ def connect(settings: Settings) -> Connection:
     # on a CPU, vLLM dies of a seeded request whose prompt is computed in chunks (its generator has no offset)
     seeds = config.device_config.device_type != "cpu"
     return Connection(
-        llm, make_params, tokens_input, EngineDeadError, vocab_size, kv_tokens, seeds, stats, facts
+        llm, make_params, tokens_input, EngineDeadError, vocab_size, kv_tokens, seeds, stats, facts, guard
     )
 
 

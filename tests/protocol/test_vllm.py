@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +142,33 @@ def test_a_dead_engine_process_ends_requests_with_an_error(lab: Lab) -> None:
 def _engine_processes() -> list[psutil.Process]:
     alive = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     return [p for p in alive if "EngineCore" in "".join(p.cmdline())]
+
+
+LAUNCH = """
+import json, sys, time
+from llm42.config import Settings
+from llm42.engine.vllm import VllmEngine
+if __name__ == "__main__":
+    engine = VllmEngine(Settings.load(json.loads(sys.argv[1]))).start()
+    print("ready", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_vllm_ends_with_a_process_that_is_killed(lab: Lab, tmp_path: Path) -> None:
+    script = tmp_path / "launch.py"  # a file: vLLM's processes import the main module
+    script.write_text(LAUNCH)
+    engine = {"kind": "vllm", "vllm": vllm_settings()}
+    tree = json.dumps(lab.settings.model_dump(mode="json") | {"engine": engine})
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), tree]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        assert any(line == "ready\n" for line in parent.stdout)
+        started = psutil.Process(parent.pid).children(recursive=True)
+        assert any("EngineCore" in "".join(p.cmdline()) for p in started)
+        parent.kill()
+    assert psutil.wait_procs(started, timeout=20)[1] == []
 
 
 def test_an_argument_that_vllm_does_not_know_is_a_typed_error(lab: Lab) -> None:
