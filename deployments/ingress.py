@@ -77,6 +77,7 @@ class RayBackend:
                 if isinstance(item, LLM42Error):
                     ended = True
                     raise item
+                ended = item.finish_reason is not None  # the replica ends by itself now, and counts it
                 yield item
             ended = True
         except BackPressureError as error:

@@ -41,7 +41,13 @@ def tree(tiny: Lab) -> dict[str, Any]:
             "audit_share": 0.0,
         },
         "session": {"verify_attempts": 12, "commit_deadline_s": 0.2},
-        "server": {"fastpath_replicas": 2, "ingress_replicas": 2, "verifiers": 2, "drain_s": 60.0, "failover_s": 180.0},
+        "server": {
+            "fastpath_replicas": 2,
+            "ingress_replicas": 2,
+            "verifiers": 2,
+            "drain_s": 60.0,
+            "failover_s": 180.0,
+        },
     }
 
 

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from deployments.ingress import RayBackend
+from llm42.config import ServerSettings
 from llm42.local import LocalVerifier
-from llm42.protocol import Commit, Delta, Failure, Overloaded, Request, VerifierUnavailable, Window
+from llm42.metrics import NullMetrics
+from llm42.protocol import (
+    Commit,
+    Delta,
+    Failure,
+    FinishReason,
+    Overloaded,
+    Request,
+    VerifierUnavailable,
+    Window,
+)
 from tests.support import Lab, both_engines, collect, differences, request_of
 
 
@@ -77,7 +88,7 @@ class Handle:
     def options(self, **_: Any) -> Handle:
         return self
 
-    def remote(self, _request: Request) -> AsyncIterator[Delta | Overloaded]:
+    def remote(self, _request: Request, *_: Any) -> AsyncIterator[Delta | Overloaded]:
         self.calls += 1
         return self._stream(self.calls)
 
@@ -87,14 +98,15 @@ class Handle:
         if call == 1:
             yield Overloaded("full")
         else:
-            yield Delta((9,), "y")
+            yield Delta((9,), "y", finish_reason=FinishReason.LENGTH)
 
 
 def shown(handle: Handle) -> tuple[list[int], bool]:
     async def run() -> tuple[list[int], bool]:
         tokens: list[int] = []
         try:
-            async for delta in RayBackend(handle).generate(request_of("h", 1)):  # type: ignore[arg-type]
+            backend = RayBackend(handle, "", ServerSettings(), NullMetrics())  # type: ignore[arg-type]
+            async for delta in backend.generate(request_of("h", 1)):
                 tokens += delta.token_ids
         except Overloaded:
             return tokens, True
