@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import queue
 import statistics
 import time
@@ -195,6 +196,7 @@ def main() -> None:
     }
     figures["renewal_alone"] = Figure(round(found["alone"]["renewal_ms"], 2), "ms")
     raw = {"states": found, "engine": engine.facts, "arguments": vars(args)}
+    raw["load_average"] = os.getloadavg()
     print(report(args.name or f"{args.device}-vllm-rollback", figures, raw))
 
 

@@ -212,7 +212,9 @@ class VllmPool:
         engine = {"kind": "vllm", "vllm": vllm_settings(**vllm)}
         wanted = Settings.load(settings.model_dump(mode="json") | {"engine": engine})
         key = wanted.model_dump_json()
-        if key not in self._engines or not self._engines[key].alive:
+        if key in self._engines and not self._engines[key].alive:
+            self._engines.pop(key).close()
+        if key not in self._engines:
             self._engines[key] = VllmEngine(wanted).start()
         found = self._engines[key]
         wait_until(lambda: not found._streams and found.load().kv_used == 0)
