@@ -45,6 +45,7 @@ ConfigOption = Annotated[
 
 def main() -> None:
     """Entry point: errors that a user can act on are one line and exit code 1, not a traceback."""
+    signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: commands clean up behind themselves
     try:
         app()
     except LLM42Error as error:
@@ -85,7 +86,6 @@ def serve(
     server = settings.server.model_copy(update=changes)
     settings = settings.model_copy(update={"server": server, "telemetry": telemetry})
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
         with Steps() as steps, Service(settings, steps) as service:
             problem = _certification_problem(service)
