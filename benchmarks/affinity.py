@@ -36,7 +36,6 @@ def settings_of(path: str, sampled: bool) -> Settings:
     """Engine and verifier on one GPU."""
     vllm: dict[str, Any] = {
         "gpu_memory_utilization": 0.4, "extra_args": UNSPLIT, "sampled_agreement": sampled,
-        "export_dir": "/tmp/llm42-exports",
     }  # fmt: skip
     return Settings.load(
         {

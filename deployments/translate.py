@@ -7,6 +7,7 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass, field
+from itertools import product
 
 from deployments.errors import ModelNotFound
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
@@ -78,26 +79,23 @@ def plan(
         )
     chat = isinstance(body, ChatBody)
     unique = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
-    requests: list[Request] = []
-    for prompt in prompts:
-        max_tokens = _max_tokens(body, len(prompt), settings.model.max_model_len)
-        for choice in range(body.n or 1):
-            requests.append(
-                Request(
-                    request_id=f"{unique}-{len(requests)}",
-                    prompt=prompt,
-                    max_tokens=max_tokens,
-                    sampling=_sampling(body, choice_seed(seed, choice), tokenizer),
-                    deterministic=deterministic,
-                    stop=_stops(body),
-                    stop_token_ids=_stop_ids(body, tokenizer),
-                    include_stop=bool(body.include_stop_str_in_output),
-                    num_logprobs=_num_logprobs(body) if receipt is None else _num_logprobs(body) or 0,
-                    seeded=seeded,
-                    prompt_logprobs=_prompt_logprobs(body),
-                    json_schema=constraint,
-                )
-            )
+    requests = [
+        Request(
+            request_id=f"{unique}-{number}",
+            prompt=prompt,
+            max_tokens=_max_tokens(body, len(prompt), settings.model.max_model_len),
+            sampling=_sampling(body, choice_seed(seed, choice), tokenizer),
+            deterministic=deterministic,
+            stop=_stops(body),
+            stop_token_ids=_stop_ids(body, tokenizer),
+            include_stop=bool(body.include_stop_str_in_output),
+            num_logprobs=_num_logprobs(body) if receipt is None else _num_logprobs(body) or 0,
+            seeded=seeded,
+            prompt_logprobs=_prompt_logprobs(body),
+            json_schema=constraint,
+        )
+        for number, (prompt, choice) in enumerate(product(prompts, range(body.n or 1)))
+    ]
     return Plan(
         id=unique,
         created=int(time.time()),

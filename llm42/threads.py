@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -13,3 +16,14 @@ def set_threads(count: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(count)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """The same for the length of a block."""
+    before = torch.get_num_threads()
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)

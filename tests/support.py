@@ -6,8 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from llm42.protocol import (
     TokenLogprob,
     Window,
 )
-from llm42.threads import set_threads
+from llm42.threads import set_threads, torch_threads
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for, load_for
 from llm42.verifier.certify import Certificate, canonical_set
@@ -163,17 +162,6 @@ def differences(got: Answer, want: Answer) -> list[str]:
     if got.finish != want.finish:
         found.append(f"finish {got.finish} instead of {want.finish}")
     return found
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """The calling thread's torch threads, as a verifier's thread sets its own."""
-    before = torch.get_num_threads()
-    set_threads(count)
-    try:
-        yield
-    finally:
-        set_threads(before)
 
 
 def vllm_missing() -> str | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-
-import torch
 
 from kernels.linear import rounded_head
 from llm42 import fingerprint as fp
@@ -15,7 +12,7 @@ from llm42.config import Settings
 from llm42.models.errors import ModelFileError
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
-from llm42.threads import set_threads
+from llm42.threads import set_threads, torch_threads
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda
 from llm42.verifier.certify import (
@@ -89,7 +86,7 @@ def build_verifier(
     )
     progress("known answers")
     known = fp.inputs(model, settings, tokenizer.identity)
-    with _threads(settings.verifier.threads):
+    with torch_threads(settings.verifier.threads):
         golden = golden_answers_now(verifier)
     verifier.manifest = fp.manifest(known, certificate.providers, certificate.buckets, golden)
     verifier.fingerprint = fp.fingerprint(verifier.manifest)
@@ -106,16 +103,6 @@ def _cpu_runner(
     ops = rounded_head(parts.ops, model.dtype) if v.logits_dtype == "activation" else parts.ops
     runner = CPURunner(model, ops, kv, certificate.buckets, parts.attention, parts.sampler)
     return runner, BlockPool(blocks, v.block_size, root=name.encode())
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    set_threads(count)
-    try:
-        yield
-    finally:
-        set_threads(before)
 
 
 def _thread_setup(threads: int) -> Callable[[], None]:

@@ -27,7 +27,7 @@ from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
 from llm42.sampling import StepSampler, sample_step
-from llm42.threads import set_threads
+from llm42.threads import torch_threads
 from llm42.verifier.checks import Tally, Violation, check_rows
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plants import PLANTS
@@ -127,12 +127,8 @@ def certify_cpu(
     for name in plants:
         if name not in PLANTS:
             raise ValueError(f"unknown plant {name!r}; there are {', '.join(PLANTS)}")
-    before = torch.get_num_threads()
-    set_threads(settings.threads)
-    try:
+    with torch_threads(settings.threads):
         return _Certifier(model, settings, plants, progress).run()
-    finally:
-        set_threads(before)
 
 
 class _Certifier:
