@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 
 from deployments.errors import ServiceUnavailable
 from llm42.config import ServerSettings
+from llm42.driver import EngineFailed
 from llm42.protocol import (
     Delta,
     FingerprintChanged,
+    LLM42Error,
     Overloaded,
     Request,
     RequestStats,
@@ -35,6 +37,14 @@ out of date, so another replica may have room."""
 
 class ReplicaLost(ServiceUnavailable):
     """The replica of this request is gone, or cannot be reached."""
+
+
+def as_loss(error: LLM42Error, engine_alive: bool) -> LLM42Error:
+    """An engine that has died takes its requests with it: to them that is the loss of their replica, which
+    Serve replaces, and not an error of theirs."""
+    if isinstance(error, EngineFailed) and not engine_alive:
+        return ReplicaLost(f"The engine of this request's replica has died: {error}")
+    return error
 
 
 Attempt = Callable[[Request], AsyncGenerator[Delta, None]]

@@ -13,6 +13,7 @@ from ray import serve
 from deployments.admission import Admission
 from deployments.deltas import coalesce
 from deployments.errors import ServiceUnavailable
+from deployments.failover import as_loss
 from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
 from deployments.verifier_actor import node_id
@@ -85,7 +86,7 @@ class FastPath:
                     yield delta
             self._served += 1
         except LLM42Error as error:
-            yield error
+            yield as_loss(error, self._engine.alive)
 
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)

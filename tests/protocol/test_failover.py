@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deployments.errors import ServiceUnavailable
-from deployments.failover import Failover, ReplicaLost
+from deployments.failover import Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
-from llm42.driver import Generator
+from llm42.driver import EngineFailed, Generator
 from llm42.protocol import (
     Delta,
     FingerprintChanged,
@@ -86,6 +86,38 @@ def test_the_check_sees_a_replica_that_starts_again(lab: Lab) -> None:
     request = request_of("f-again", 5, max_tokens=60)
     answer, _ = asyncio.run(survive(replicas(lab, 2), request, 3, forget=True))
     assert differences(answer, lab.oracle(request))
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_an_engine_that_dies_is_a_loss_and_one_that_refuses_is_an_error(lab: Lab, died: bool) -> None:
+    """The first replica's engine ends after the first delta; only a dead engine's requests go elsewhere."""
+    request = request_of("f-dies", 5, max_tokens=60)
+    first, second = replicas(lab, 2)
+    asked: list[Request] = []
+
+    async def attempt(current: Request) -> AsyncGenerator[Delta, None]:
+        asked.append(current)
+        generator = (first, second)[min(len(asked), 2) - 1]
+        try:
+            async with aclosing(generator.generate(current)) as deltas:
+                async for delta in deltas:
+                    yield delta
+                    if generator is first:
+                        raise EngineFailed("planted")
+        except EngineFailed as error:
+            raise as_loss(error, engine_alive=not died) from error
+
+    async def run_all() -> tuple[int, ...]:
+        return tuple(
+            [t for d in [d async for d in Failover(request, SERVER).run(attempt)] for t in d.token_ids]
+        )
+
+    if died:
+        assert asyncio.run(run_all()) == lab.oracle(request).tokens
+        assert len(asked) == 2
+    else:
+        with pytest.raises(EngineFailed):
+            asyncio.run(run_all())
 
 
 def test_a_stop_string_that_began_before_the_loss_is_found(lab: Lab) -> None:
