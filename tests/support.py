@@ -23,6 +23,7 @@ from kernels.linear import batch_dependent
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.driver import Generator, VerifierClient
+from llm42.engine.base import EngineOutput
 from llm42.engine.torch_engine import TorchEngine
 from llm42.engine.vllm import VllmEngine
 from llm42.local import LocalVerifier
@@ -133,6 +134,24 @@ def _backend() -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     return backend
+
+
+@dataclass
+class Client:
+    """What one request's sink heard: the output of its present epoch."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    epoch: int = 0
+    finish: FinishReason | None = None
+    error: str | None = None
+
+    def __call__(self, output: EngineOutput) -> None:
+        self.outputs.append(output)
+        self.finish, self.error = output.finish, output.error
+        if output.epoch == self.epoch and output.error is None:
+            assert output.start == len(self.tokens), "output tokens are missing or came twice"
+            self.tokens += output.tokens
 
 
 @dataclass(frozen=True, slots=True)

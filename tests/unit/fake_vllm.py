@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.base import EngineOutput
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import Connection
-from llm42.protocol import FinishReason, Request, SamplingParams
+from llm42.protocol import Request, SamplingParams
+from tests.support import Client
 
 VOCAB = 1000
 
@@ -163,24 +163,6 @@ class FakeLLM:
                 job.outbox.put(job.late.pop(0))
             if ended:
                 del self.jobs[job.id]
-
-
-@dataclass
-class Client:
-    """What one request's sink heard: the output of its present epoch."""
-
-    outputs: list[EngineOutput] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    epoch: int = 0
-    finish: FinishReason | None = None
-    error: str | None = None
-
-    def __call__(self, output: EngineOutput) -> None:
-        self.outputs.append(output)
-        self.finish, self.error = output.finish, output.error
-        if output.epoch == self.epoch and output.error is None:
-            assert output.start == len(self.tokens), "output tokens are missing or came twice"
-            self.tokens += output.tokens
 
 
 class Scene:

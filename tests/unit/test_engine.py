@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from llm42.engine.torch_engine import TorchEngine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
 from llm42.verifier.build import load_for
-from tests.support import prompt_of, torch_threads, write_model
+from tests.support import Client, prompt_of, torch_threads, write_model
 
 BLOCK = 16
 
@@ -56,24 +56,6 @@ def continuation(model: LoadedModel, tokens: Sequence[int], count: int) -> list[
     for _ in range(count):
         known.append(next_token(model, known))
     return known[len(tokens) :]
-
-
-@dataclass
-class Client:
-    """What one request's sink heard: the output of its present epoch."""
-
-    outputs: list[EngineOutput] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    epoch: int = 0
-    finish: FinishReason | None = None
-    error: str | None = None
-
-    def __call__(self, output: EngineOutput) -> None:
-        self.outputs.append(output)
-        self.finish, self.error = output.finish, output.error
-        if output.epoch == self.epoch and output.error is None:
-            assert output.start == len(self.tokens), "output tokens are missing or came twice"
-            self.tokens += output.tokens
 
 
 @pytest.mark.parametrize("broken", [False, True])
