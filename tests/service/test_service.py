@@ -313,7 +313,7 @@ class AcceptsEverything:
 
         return VerifierStatus("ready", "llm42-rogue") if self._ready else VerifierStatus("starting")
 
-    async def verify(self, windows: list[Any]) -> list[Any]:
+    async def verify(self, windows: list[Any], cold: bool = False) -> list[Any]:
         from llm42.protocol import Commit, TokenLogprob
 
         answers = []

@@ -16,6 +16,7 @@ import regex
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
@@ -69,7 +70,7 @@ class PlainBPE:
     def __init__(self, data: dict[str, Any]) -> None:
         self.ids = {token: index for index, token in enumerate(data["tokenizer.ggml.tokens"])}
         self.ranks = {tuple(m.split(" ")): rank for rank, m in enumerate(data["tokenizer.ggml.merges"])}
-        spelling = transformers.convert_slow_tokenizer.bytes_to_unicode()
+        spelling = bytes_to_unicode()
         self.spell = lambda text: [spelling[byte] for byte in text.encode()]
 
     def encode(self, text: str) -> list[int]:
@@ -327,10 +328,10 @@ def test_a_gguf_tokenizer_outside_the_list_is_refused(key: str, value: Any) -> N
 def test_other_pre_tokenizers_split_as_transformers_does(pre: str) -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 
-    letters = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    letters = sorted(bytes_to_unicode().values())
     data = {"model": "gpt2", "pre": pre, "tokens": letters, "merges": []}
     backend = build_tokenizer("x", {f"tokenizer.ggml.{key}": value for key, value in data.items()})
-    spelling = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    spelling = bytes_to_unicode()
     for text in TEXTS:
         words = [match.group() for match in regex.finditer(SPLITS[pre], text)]
         expected = ["".join(spelling[byte] for byte in word.encode()) for word in words]
