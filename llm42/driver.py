@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 from llm42 import metrics as m
 from llm42.config import Settings
-from llm42.engine.base import Engine, EngineOutput, Sink
+from llm42.engine.base import Engine, EngineOutput
+from llm42.outputs import into, prompt_alone, require_no_error, to_delta
 from llm42.prompt_scores import score_prompt
 from llm42.protocol import (
     Commit,
@@ -28,7 +28,6 @@ from llm42.protocol import (
     Request,
     RequestRejected,
     RequestStats,
-    TokenLogprob,
     VerifierUnavailable,
     Window,
 )
@@ -39,12 +38,6 @@ from llm42.tracing import NullTracer, Tracer
 from llm42.verify_call import VerifierClient, verify_once
 
 log = logging.getLogger(__name__)
-
-
-class EngineFailed(LLM42Error):
-    """The fast path ended a request with an error (HTTP 500)."""
-
-    code = "engine_error"
 
 
 class Generator:
@@ -77,16 +70,16 @@ class Generator:
         loop = asyncio.get_running_loop()
         try:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
-                self.engine.submit(replace(request, max_tokens=1), _into(inbox, loop), 1)
-                yield _prompt_alone(await inbox.get())
+                self.engine.submit(replace(request, max_tokens=1), into(inbox, loop), 1)
+                yield prompt_alone(await inbox.get())
                 return
-            self.engine.submit(request, _into(inbox, loop), request.max_tokens)
+            self.engine.submit(request, into(inbox, loop), request.max_tokens)
             finish: FinishReason | None = None
             while finish is None:
                 output = await inbox.get()
-                _require_no_error(output)
+                require_no_error(output)
                 finish = output.finish
-                delta = self._delta(request, text, output.tokens, output.logprobs, finish)
+                delta = to_delta(self.tokenizer, request, text, output.tokens, output.logprobs, finish)
                 finish = delta.finish_reason
                 if output.cached_tokens is not None or output.prompt_logprobs is not None:
                     delta = replace(
@@ -117,64 +110,6 @@ class Generator:
                         yield delta
         finally:
             drive.close()
-
-    def _delta(
-        self,
-        request: Request,
-        text: OutputText,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        finish: FinishReason | None,
-        session: Session | None = None,
-        fingerprint: str | None = None,
-    ) -> Delta:
-        """Turns tokens into what the client gets; a stop string in their text ends the output."""
-        piece, used = text.push(tokens)
-        if finish is not None and not text.stopped:
-            piece += text.flush()
-        if text.stopped:
-            finish = FinishReason.STOP
-            if session is not None:
-                session.stop()
-        wanted = request.num_logprobs is not None
-        return Delta(
-            token_ids=tuple(tokens[:used]),
-            text=piece,
-            logprobs=tuple(logprobs[:used]) if wanted else (),
-            token_texts=tuple(self.tokenizer.token_text(t) for t in tokens[:used]) if wanted else (),
-            finish_reason=finish,
-            fingerprint=fingerprint,
-            stats=session.stats if session is not None and finish is not None else None,
-        )
-
-
-def _require_no_error(output: EngineOutput) -> None:
-    if output.error is not None and output.param is not None:
-        raise RequestRejected(output.error, output.param)
-    if output.error is not None:
-        raise EngineFailed(output.error)
-
-
-def _prompt_alone(output: EngineOutput) -> Delta:
-    """The whole answer to a request for no tokens."""
-    _require_no_error(output)
-    return Delta(
-        (),
-        "",
-        finish_reason=FinishReason.LENGTH,
-        prompt_logprobs=output.prompt_logprobs,
-        cached_tokens=output.cached_tokens,
-    )
-
-
-def _into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
-    """A sink that hands the engine thread's outputs to a queue of the event loop."""
-
-    def sink(output: EngineOutput) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(inbox.put_nowait, output)
-
-    return sink
 
 
 class _Drive:
@@ -227,7 +162,7 @@ class _Drive:
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
-        sink = _into(self.inbox, asyncio.get_running_loop())
+        sink = into(self.inbox, asyncio.get_running_loop())
         self.owner.engine.submit(self.request, sink, self.session.limit)
         while True:
             for event in await self._events():
@@ -267,7 +202,7 @@ class _Drive:
                 cached = min(event.timings.cached_rows, len(self.request.prompt))
                 self.session.stats.cached_prompt_tokens = cached
             return self.session.commit(event, time.monotonic())
-        _require_no_error(event)
+        require_no_error(event)
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
@@ -281,7 +216,8 @@ class _Drive:
         elif isinstance(action, Emit):
             fingerprint = event.fingerprint if isinstance(event, Commit) else None
             cached, self.cached_tokens = self.cached_tokens, None
-            delta = self.owner._delta(
+            delta = to_delta(
+                self.owner.tokenizer,
                 request,
                 self.text,
                 action.tokens,

@@ -18,75 +18,16 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, Overloaded, VerifierUnavailable, VerifyTimings, Window
 from llm42.sampling import Sampled
-from llm42.verifier.plan import PipelinedRunner, Runner, SequenceRows
-from llm42.verifier.sequences import Sequence, SequenceStore
+from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
+from llm42.verifier.plan import PipelinedRunner, Runner
+from llm42.verifier.sequences import SequenceStore
 
 log = logging.getLogger(__name__)
-Answer = Commit | Failure
-
-
-@dataclass(slots=True)
-class Job:
-    """One window on its way through the verifier; rows [next, end) are still to be computed, and those
-    before `issued` are in a step that runs."""
-
-    window: Window
-    future: Future[Answer]
-    arrived: float
-    started: float = 0.0
-    sequence: Sequence | None = None
-    next: int = 0
-    issued: int = 0
-    cached: int = 0
-    cold: bool = False
-    """Nothing is taken from the cache and nothing left in it."""
-    released: bool = False
-    abandoned: bool = False
-    sampled: list[Sampled] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        """One past the last position to compute."""
-        return len(self.window.tokens) + len(self.window.candidates)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that a pipelined runner has queued."""
-
-    plan: list[tuple[Job, int]]
-    pending: Any
-    rows: int
-    bucket: int
-    began: float
-
-
-@dataclass(slots=True)
-class VerifierStats:
-    """Counters since the start; times in seconds."""
-
-    windows: int = 0
-    steps: int = 0
-    rows: int = 0
-    padding_rows: int = 0
-    cached_rows: int = 0
-    step_s: float = 0.0
-    queue_s: float = 0.0
-    failures: int = 0
-    waiting: int = 0
-    active: int = 0
-    kv_held_blocks: int = 0
-    kv_cached_blocks: int = 0
-    kv_blocks: int = 0
-    idle_sequences: int = 0
-    cache_hits: int = 0
-    evictions: int = 0
 
 
 class Verifier:
@@ -240,7 +181,7 @@ class Verifier:
 
     def _launch(self, plan: list[tuple[Job, int]], rows: int) -> None:
         bucket = next(b for b in self._buckets if b >= rows)
-        began, sequences = time.monotonic(), [_rows(job, count) for job, count in plan]
+        began, sequences = time.monotonic(), [job.rows(count) for job, count in plan]
         for job, count in plan:
             job.issued += count
         try:
@@ -387,18 +328,3 @@ class Verifier:
         self._stats.padding_rows += bucket - rows
         self._stats.step_s += seconds
         self.on_step(seconds)
-
-
-def _rows(job: Job, count: int) -> SequenceRows:
-    assert job.sequence is not None
-    return SequenceRows(
-        tokens=job.sequence.tokens,
-        start=job.issued,
-        count=count,
-        block_table=job.sequence.blocks,
-        first_logit=len(job.window.tokens) - 1,
-        prompt_len=job.window.prompt_len,
-        sampling=job.window.sampling,
-        num_logprobs=job.window.num_logprobs,
-        score=job.window.score,
-    )

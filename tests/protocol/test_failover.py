@@ -13,7 +13,8 @@ import pytest
 from deployments.errors import ServiceUnavailable
 from deployments.failover import Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
-from llm42.driver import EngineFailed, Generator
+from llm42.driver import Generator
+from llm42.outputs import EngineFailed
 from llm42.protocol import (
     Delta,
     FingerprintChanged,

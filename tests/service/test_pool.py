@@ -18,7 +18,7 @@ from deployments.verifier_pool import AFFINITY_TOKENS, Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
 from llm42.protocol import SamplingParams, VerifierUnavailable, Window
-from llm42.verifier.core import VerifierStats
+from llm42.verifier.jobs import VerifierStats
 
 
 def pool_of(*states: tuple[str, str | None]) -> VerifierPool:

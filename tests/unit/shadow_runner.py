@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, TokenLogprob, Window
 from llm42.sampling import Sampled
-from llm42.verifier.core import Answer
+from llm42.verifier.jobs import Answer
 from llm42.verifier.plan import SequenceRows
 
 VOCAB = 4

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, Overloaded, SamplingParams, VerifierUnavailable, Window
 from llm42.threads import set_threads
-from llm42.verifier.core import Answer, Job, Verifier
+from llm42.verifier.core import Verifier
+from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.sequences import Sequence, SequenceStore
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
 

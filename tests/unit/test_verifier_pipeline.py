@@ -14,8 +14,9 @@ from llm42.cache import BlockPool, KVCache
 from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.protocol import Commit, SamplingParams, VerifierUnavailable, Window
-from llm42.verifier.core import Answer, Verifier
+from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.jobs import Answer
 from llm42.verifier.plan import PipelinedRunner, SequenceRows
 
 CONFIG = ModelConfig("llama", 101, 64, 96, 2, 4, 2, 16, 1e-5, RopeSettings(), 256)

@@ -1,0 +1,80 @@
+"""From what an engine says to what a client gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from llm42.engine.base import EngineOutput, Sink
+from llm42.protocol import Delta, FinishReason, LLM42Error, Request, RequestRejected, TokenLogprob
+from llm42.session import Session
+from llm42.text import OutputText
+from llm42.tokenizer import Tokenizer
+
+
+class EngineFailed(LLM42Error):
+    """The fast path ended a request with an error (HTTP 500)."""
+
+    code = "engine_error"
+
+
+def to_delta(
+    tokenizer: Tokenizer,
+    request: Request,
+    text: OutputText,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    finish: FinishReason | None,
+    session: Session | None = None,
+    fingerprint: str | None = None,
+) -> Delta:
+    """Turns tokens into what the client gets; a stop string in their text ends the output."""
+    piece, used = text.push(tokens)
+    if finish is not None and not text.stopped:
+        piece += text.flush()
+    if text.stopped:
+        finish = FinishReason.STOP
+        if session is not None:
+            session.stop()
+    wanted = request.num_logprobs is not None
+    return Delta(
+        token_ids=tuple(tokens[:used]),
+        text=piece,
+        logprobs=tuple(logprobs[:used]) if wanted else (),
+        token_texts=tuple(tokenizer.token_text(t) for t in tokens[:used]) if wanted else (),
+        finish_reason=finish,
+        fingerprint=fingerprint,
+        stats=session.stats if session is not None and finish is not None else None,
+    )
+
+
+def require_no_error(output: EngineOutput) -> None:
+    """Raises what the engine says of the request: RequestRejected, EngineFailed."""
+    if output.error is not None and output.param is not None:
+        raise RequestRejected(output.error, output.param)
+    if output.error is not None:
+        raise EngineFailed(output.error)
+
+
+def prompt_alone(output: EngineOutput) -> Delta:
+    """The whole answer to a request for no tokens."""
+    require_no_error(output)
+    return Delta(
+        (),
+        "",
+        finish_reason=FinishReason.LENGTH,
+        prompt_logprobs=output.prompt_logprobs,
+        cached_tokens=output.cached_tokens,
+    )
+
+
+def into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
+    """A sink that hands the engine thread's outputs to a queue of the event loop."""
+
+    def sink(output: EngineOutput) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(inbox.put_nowait, output)
+
+    return sink
