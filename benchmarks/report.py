@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shlex
@@ -44,6 +45,11 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = device_facts("cuda", 0)
     return facts
+
+
+def arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """A benchmark's options as a result shows them: without the places of files."""
+    return {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
 
 
 def report(name: str, figures: Mapping[str, Figure], raw: Any, directory: Path | None = None) -> Path:

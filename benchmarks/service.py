@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report import Figure, report
+from benchmarks.report import Figure, arguments, report
 from deployments.launch import Service
 from llm42.config import Settings
 from llm42.driver import Generator
@@ -135,7 +135,7 @@ def main() -> None:
     with Service(settings) as service:
         service.wait_deterministic()
         raw = asyncio.run(measure(service, settings, args.requests))
-    raw |= {"direct_ms": direct, "load_average": os.getloadavg(), "arguments": vars(args)}
+    raw |= {"direct_ms": direct, "load_average": os.getloadavg(), "arguments": arguments(args)}
     figures = {
         "router_added_ms_p50": Figure(round(raw["http_ms"] - direct, 2), "ms", None, "lower"),
         "messages_s_16": Figure(

@@ -22,7 +22,7 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.report import Figure, report
+from benchmarks.report import Figure, arguments, report
 from benchmarks.vllm_setup import add_arguments, prompts_of, settings_of
 from llm42.engine.base import EngineOutput
 from llm42.engine.vllm import VllmEngine
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     settings = settings_of(args)
-    arguments = engine_arguments(settings, model_directory(settings))
+    given = engine_arguments(settings, model_directory(settings))
     engine = VllmEngine(settings).start()
     try:
-        untouched = Untouched({k: v for k, v in arguments.items() if k not in OURS})
+        untouched = Untouched({k: v for k, v in given.items() if k not in OURS})
         speeds, cpu = measure(engine, untouched, args, engine.facts["vocab_size"])
         untouched.close()
     finally:
@@ -170,8 +170,8 @@ def main() -> None:
         "untouched_loop_cpu_us": Figure(statistics.median(cpu["untouched"]), "us per token"),
     }
     raw = {"speeds": speeds, "loop_cpu_us": cpu, "ratios": ratios}
-    raw |= {"engine": engine.facts, "arguments": vars(args), "load_average": os.getloadavg()}
-    print(report(args.name or f"{args.device}-vllm-adapter", figures, raw))
+    raw |= {"engine": engine.facts, "arguments": arguments(args), "load_average": os.getloadavg()}
+    print(report(args.name or f"{args.device}-vllm-adapter", figures, raw, args.out))
 
 
 if __name__ == "__main__":

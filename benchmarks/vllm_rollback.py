@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.report import Figure, report
+from benchmarks.report import Figure, arguments, report
 from benchmarks.vllm_setup import add_arguments, prompts_of, settings_of
 from llm42.engine.base import EngineOutput
 from llm42.engine.vllm import VllmEngine
@@ -195,9 +195,9 @@ def main() -> None:
         for figure in ("rollback", "step")
     }
     figures["renewal_alone"] = Figure(round(found["alone"]["renewal_ms"], 2), "ms")
-    raw = {"states": found, "engine": engine.facts, "arguments": vars(args)}
+    raw = {"states": found, "engine": engine.facts, "arguments": arguments(args)}
     raw["load_average"] = os.getloadavg()
-    print(report(args.name or f"{args.device}-vllm-rollback", figures, raw))
+    print(report(args.name or f"{args.device}-vllm-rollback", figures, raw, args.out))
 
 
 if __name__ == "__main__":

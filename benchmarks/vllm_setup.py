@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.random_model import LLAMA_8B
+from benchmarks.report import RESULTS
 from llm42.config import Settings
 from llm42.models.export import config_json
 
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU for one engine")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
     parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--name", help="results/NAME.json; default: the device and the benchmark's name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--name", help="NAME.json in --out; default: the device and the benchmark's name")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -10,6 +10,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deployments.fastpath import FastPath
 from deployments.ingress import Ingress
+from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
 
 FAST_PATH_OPTIONS: dict[str, Any] = {
@@ -70,6 +71,8 @@ def _placement(settings: Settings) -> dict[str, Any]:
         actor["resources"] = engine.resources
     if settings.model.device != "cuda":
         return {"ray_actor_options": actor}
+    if settings.verifier.affinity == "vllm":  # the same products on both sides
+        actor["runtime_env"] = {"env_vars": dict(CUBLAS_ENVIRONMENT)}
     parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
     if parallel == 1:
         return {"ray_actor_options": actor | {"num_gpus": engine.gpus}}
