@@ -28,20 +28,18 @@ from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 OUTPUT = 512
 LOADS = {64: 64, 8: 16, 1: 2}
 """Requests at a time -> requests."""
-UNSPLIT = {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
-"""vLLM splits the context of small batches unless told not to: another order of additions."""
 
 
 def settings_of(path: str, sampled: bool) -> Settings:
     """Engine and verifier on one GPU."""
     vllm: dict[str, Any] = {
-        "gpu_memory_utilization": 0.4, "extra_args": UNSPLIT, "sampled_agreement": sampled,
+        "gpu_memory_utilization": 0.4, "sampled_agreement": sampled,
     }  # fmt: skip
     return Settings.load(
         {
             "model": {"path": path, "device": "cuda"},
             "engine": {"kind": "vllm", "vllm": vllm},
-            "verifier": {"affinity": "vllm", "logits_dtype": "activation", "certificate_dir": None},
+            "verifier": {"affinity": "vllm", "certificate_dir": None},
         }
     )
 

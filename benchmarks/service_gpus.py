@@ -40,7 +40,6 @@ from tests.support import write_model
 
 LAYOUTS = ("plain", "apart", "beside")
 SHARES = (0, 10, 50, 100)
-UNSPLIT = {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
 PROMPT_SEED = 7
 
 
@@ -61,7 +60,7 @@ def settings_of(args: argparse.Namespace, path: str, layout: str) -> Settings:
     replicas = args.gpus - 1 if layout == "apart" else args.gpus
     verifiers = {"plain": 0, "apart": 1, "beside": args.gpus}[layout]
     vllm = {
-        "gpu_memory_utilization": 0.45 if shared else 0.85, "extra_args": UNSPLIT, "max_num_seqs": 256,
+        "gpu_memory_utilization": 0.45 if shared else 0.85, "max_num_seqs": 256,
     }  # fmt: skip
     length = args.input + args.output + 16
     kv = args.concurrent * (length + 64)
@@ -69,8 +68,8 @@ def settings_of(args: argparse.Namespace, path: str, layout: str) -> Settings:
     engine |= {"kv_tokens": kv, "max_batch": 256} if args.engine == "torch" else {"vllm": vllm}
     verifier: dict[str, Any] = {"kv_tokens": kv, "gpus": 0.4 if shared else 1.0, "audit_share": 0.0}
     verifier |= {"max_waiting": 4 * args.concurrent}
-    if cuda and args.engine == "vllm":
-        verifier |= {"affinity": "vllm", "logits_dtype": "activation"}
+    if cuda and args.engine == "vllm" and verifiers:  # plain is vLLM as it comes
+        verifier |= {"affinity": "vllm"}
     tree = {
         "model": {"path": path, "name": "m", "device": args.device, "max_model_len": length},
         "engine": engine,

@@ -96,10 +96,10 @@ class VerifierSettings(_Section):
         description="whose bits the canonical ones shall be, so that little is rolled back. vllm: those of"
         " vLLM's compiled decode on Hopper; none: the fastest kernels",
     )
-    logits_dtype: Literal["float32", "activation"] = Field(
-        "float32",
+    logits_dtype: Literal["auto", "float32", "activation"] = Field(
+        "auto",
         description="activation: logits are rounded to model.dtype before anything else, as vLLM does unless"
-        " its head_dtype is float32",
+        " its head_dtype is float32. auto: activation with affinity vllm, else float32",
     )
     gpus: float = Field(
         0.1, gt=0, description="GPUs that Ray reserves for a verifier, when model.device is cuda"
@@ -128,6 +128,13 @@ class VerifierSettings(_Section):
     certificate_dir: str | None = Field(
         ".cache/certificates", description="where certificates are kept; None: never"
     )
+
+    @property
+    def rounds_logits(self) -> bool:
+        """Whether logits are rounded to the activation dtype: what `auto` comes to."""
+        if self.logits_dtype == "auto":
+            return self.affinity == "vllm"
+        return self.logits_dtype == "activation"
 
     @model_validator(mode="after")
     def _sorted(self) -> VerifierSettings:

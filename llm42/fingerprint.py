@@ -119,7 +119,7 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "block_size": settings.verifier.block_size,
         "parallel_size": 1,
         "affinity": settings.verifier.affinity,
-        "logits_dtype": settings.verifier.logits_dtype,
+        "logits_dtype": "activation" if settings.verifier.rounds_logits else "float32",
         "code": code_hash(),
         "schedule": SCHEDULE_VERSION,
         "device": device_facts(model.device, settings.verifier.threads),

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FIRST, BEFORE = (0, 26), (0, 28)
 """The vLLM versions that this adapter is tested with: FIRST <= version < BEFORE."""
+UNSPLIT_ATTENTION = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+"""vLLM's attention_config under which a row's sum over its context does not depend on the batch."""
 MAX_LOGPROBS = 20
 _RESERVED = ("model", "scheduling_policy", "skip_tokenizer_init", "max_model_len", "enable_prefix_caching")
 _DRAW = "llm42.engine.vllm_draw:CanonicalDraw"
@@ -217,6 +219,8 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = v.max_num_batched_tokens
     if v.custom_ops:
         arguments["compilation_config"] = {"custom_ops": list(v.custom_ops)}
+    if settings.verifier.affinity == "vllm":  # small batches' contexts are split otherwise: another order
+        arguments["attention_config"] = dict(UNSPLIT_ATTENTION)
     if v.sampled_agreement:
         arguments["logits_processors"] = [_DRAW]
     return arguments | v.extra_args

@@ -100,7 +100,7 @@ def _cpu_runner(
     blocks = -(-v.kv_tokens // v.block_size)
     kv = KVCache(c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype)
     parts = canonical_set(certificate.providers)
-    ops = rounded_head(parts.ops, model.dtype) if v.logits_dtype == "activation" else parts.ops
+    ops = rounded_head(parts.ops, model.dtype) if v.rounds_logits else parts.ops
     runner = CPURunner(model, ops, kv, certificate.buckets, parts.attention, parts.sampler)
     return runner, BlockPool(blocks, v.block_size, root=name.encode())
 

@@ -39,7 +39,7 @@ def certify_on_cuda(
         v.block_size,
         settings.model.max_model_len,
         v.affinity,
-        v.logits_dtype == "activation",
+        v.rounds_logits,
     )
     return certify_cuda(with_affinity(settings, model), cuda_settings, plants, progress)
 
@@ -73,6 +73,6 @@ def cuda_runner(
     runner = CudaRunner(
         with_affinity(settings, model), ops, kv, certificate.buckets, settings.model.max_model_len,
         shape=shape_of(c.num_heads, c.num_kv_heads, c.head_dim, v.block_size),
-        round_logits=v.logits_dtype == "activation",
+        round_logits=v.rounds_logits,
     )  # fmt: skip
     return runner, BlockPool(blocks, v.block_size, root=name.encode())

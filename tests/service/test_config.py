@@ -12,6 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build
 from deployments.launch import LaunchFailed, absolute, read_serve_config, require_free_port
+from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
@@ -61,6 +62,18 @@ def test_on_a_gpu_ray_reserves_shares_of_it() -> None:
     assert fastpath.ray_actor_options["num_gpus"] == 0.75
     (plain,) = [d for d in _deployments(build({})) if d.name == "FastPath"]
     assert "num_gpus" not in plain.ray_actor_options
+
+
+def test_affinity_gives_both_sides_the_same_products_and_rounding() -> None:
+    near = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}}
+    (fastpath,) = [d for d in _deployments(build(near)) if d.name == "FastPath"]
+    assert fastpath.ray_actor_options["runtime_env"]["env_vars"] == CUBLAS_ENVIRONMENT
+    (plain,) = [d for d in _deployments(build({"model": {"device": "cuda"}})) if d.name == "FastPath"]
+    assert "runtime_env" not in plain.ray_actor_options, "best-effort alone runs as it comes"
+    assert Settings.load(near).verifier.rounds_logits
+    assert not Settings().verifier.rounds_logits
+    near["verifier"]["logits_dtype"] = "float32"
+    assert not Settings.load(near).verifier.rounds_logits
 
 
 def _deployments(app: Any) -> list[Any]:

@@ -115,6 +115,18 @@ def settings_of(**vllm: Any) -> Settings:
     return Settings.load({"engine": {"kind": "vllm", "vllm": vllm}})
 
 
+def test_affinity_keeps_attention_whole() -> None:
+    """One switch is enough: vLLM's order of additions is then the one that the verifier mirrors."""
+    near = Settings.load({"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}})
+    assert engine_arguments(near, "/model")["attention_config"] == {
+        "flash_attn_max_num_splits_for_cuda_graph": 1
+    }
+    assert "attention_config" not in engine_arguments(Settings.load({"model": {"device": "cuda"}}), "/model")
+    own = {"vllm": {"extra_args": {"attention_config": {}}}}
+    tree = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}, "engine": own}
+    assert engine_arguments(Settings.load(tree), "/model")["attention_config"] == {}
+
+
 def test_engine_arguments() -> None:
     asked = engine_arguments(settings_of(), "/model")
     assert (asked["scheduling_policy"], asked["enable_prefix_caching"]) == ("priority", True)
