@@ -40,9 +40,9 @@ class ReplicaLost(ServiceUnavailable):
 
 
 def as_loss(error: LLM42Error, engine_alive: bool) -> LLM42Error:
-    """An engine that has died takes its requests with it: to them that is the loss of their replica, which
-    Serve replaces, and not an error of theirs."""
-    if isinstance(error, EngineFailed) and not engine_alive:
+    """An engine that has died takes its requests with it and refuses new ones: to them that is the loss of
+    their replica, which Serve replaces, and not an error of theirs."""
+    if isinstance(error, EngineFailed | Overloaded) and not engine_alive:
         return ReplicaLost(f"The engine of this request's replica has died: {error}")
     return error
 
@@ -58,6 +58,7 @@ class Failover:
     settings: ServerSettings
     sent: list[int] = field(default_factory=list)
     fingerprint: str | None = None
+    attempts: int = 0
     losses: int = 0
     refusals: int = 0
     lost_at: float = 0.0
@@ -65,6 +66,7 @@ class Failover:
     async def run(self, attempt: Attempt) -> AsyncGenerator[Delta, None]:
         """The output as if nothing had happened; raises the last error when nobody can go on with it."""
         while True:
+            self.attempts += 1
             try:
                 async with aclosing(attempt(self.current())) as deltas:
                     async for delta in deltas:
@@ -80,11 +82,11 @@ class Failover:
 
     def current(self) -> Request:
         """What the next attempt is asked: the rest of the output, under an id of its own."""
-        if not self.losses and not self.refusals:
+        if self.attempts <= 1:
             return self.request
         return replace(
             self.request,
-            request_id=f"{self.request.request_id}~{self.losses + self.refusals}",
+            request_id=f"{self.request.request_id}~{self.attempts - 1}",  # never one that was used before
             output=tuple(self.sent),
             fingerprint=self.fingerprint,
         )
@@ -102,7 +104,7 @@ class Failover:
         now = time.monotonic()
         self.lost_at = self.lost_at or now
         resumable = self.request.deterministic or self.settings.resume_best_effort or not self.sent
-        if not resumable or now - self.lost_at > self.settings.failover_s:
+        if not resumable or now - self.lost_at >= self.settings.failover_s:
             raise error
         self.losses += 1
 

@@ -165,7 +165,10 @@ class SessionSettings(_Section):
         60.0, gt=0, description="a verify call without an answer for this long is retried"
     )
     verify_attempts: int = Field(
-        4, gt=0, description="tries of one window before the request ends with an error"
+        4,
+        gt=0,
+        description="tries of one window that are left unanswered before the request ends with an error; a"
+        " verifier that is dead or full is asked again for as long as they may take",
     )
 
     @model_validator(mode="after")

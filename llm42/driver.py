@@ -35,7 +35,7 @@ from llm42.session import Action, Emit, Extend, Rollback, Session
 from llm42.text import OutputText
 from llm42.tokenizer import Tokenizer
 from llm42.tracing import NullTracer, Tracer
-from llm42.verify_call import VerifierClient, verify_once
+from llm42.verify_call import VerifierClient, verify
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class _Drive:
         owner, stats = self.owner, self.session.stats
         assert owner.verifier is not None
         commit = await score_prompt(owner.verifier, self.request, self.settings, owner.tracer, stats)
-        self.fingerprint = commit.fingerprint
+        self._require_same(commit)
         last = not self.request.max_tokens
         return Delta(
             (),
@@ -182,10 +182,14 @@ class _Drive:
         """Waits for the next event or for the commit deadline; takes everything that is there."""
         deadline = self.session.deadline()
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            events = [await asyncio.wait_for(self.inbox.get(), timeout)]
-        except TimeoutError:
-            return []
+        if self.inbox.empty():
+            try:
+                async with asyncio.timeout(timeout):  # wait_for may lose a cancellation when an event comes
+                    events = [await self.inbox.get()]
+            except TimeoutError:
+                return []
+        else:
+            events = []
         while not self.inbox.empty():
             events.append(self.inbox.get_nowait())
         return events
@@ -194,10 +198,7 @@ class _Drive:
         if isinstance(event, LLM42Error):
             raise event
         if isinstance(event, Commit):
-            # one reply, one fingerprint: no promise covers tokens of two different verifiers
-            self.fingerprint = self.fingerprint or event.fingerprint
-            if event.fingerprint != self.fingerprint:
-                raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
+            self._require_same(event)
             if self.session.stats.windows == 1:
                 cached = min(event.timings.cached_rows, len(self.request.prompt))
                 self.session.stats.cached_prompt_tokens = cached
@@ -206,6 +207,12 @@ class _Drive:
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
+
+    def _require_same(self, commit: Commit) -> None:
+        """One reply, one fingerprint: no promise covers tokens of two different verifiers."""
+        self.fingerprint = self.fingerprint or commit.fingerprint
+        if commit.fingerprint != self.fingerprint:
+            raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
 
     def _act(self, action: Action, event: EngineOutput | Commit | LLM42Error) -> Delta | None:
         engine, request = self.owner.engine, self.request
@@ -230,29 +237,23 @@ class _Drive:
         return None
 
     async def _verify(self, window: Window) -> None:
-        """Sends one window until it is answered; a retry is safe because verification is pure."""
-        verifier, tracer, settings = self.owner.verifier, self.owner.tracer, self.settings
+        """Puts what comes of one window into the inbox."""
+        verifier, tracer = self.owner.verifier, self.owner.tracer
         assert verifier is not None
         began = time.monotonic()
         span = tracer.start("window", self.request.trace, candidates=len(window.candidates))
         answer: Commit | LLM42Error = LLM42Error("no attempt was made")
-        again = True
         try:
-            for attempt in range(settings.verify_attempts):
-                if attempt:
-                    self.session.stats.verify_retries += 1
-                    self.owner.metrics.inc(m.VERIFY_RETRIES)
-                    await asyncio.sleep(min(2.0, 0.05 * 4**attempt))
-                answer, again = await verify_once(
-                    verifier, window, settings.verify_timeout_s, tracer, span.trace
-                )
-                if not again:
-                    break
+            answer = await verify(verifier, window, self.settings, tracer, span.trace, self._on_retry)
             self.inbox.put_nowait(answer)  # first: counting may fail, the answer must not be lost
         finally:
             span.end(accepted=answer.accepted if isinstance(answer, Commit) else -1)
         if isinstance(answer, Commit):
             self._count(window, answer, time.monotonic() - began)
+
+    def _on_retry(self) -> None:
+        self.session.stats.verify_retries += 1
+        self.owner.metrics.inc(m.VERIFY_RETRIES)
 
     def _count(self, window: Window, commit: Commit, seconds: float) -> None:
         metrics = self.owner.metrics

@@ -54,6 +54,8 @@ CODE = (
     "protocol.py",
     "session.py",
     "driver.py",
+    "outputs.py",
+    "prompt_scores.py",
 )
 
 
@@ -63,7 +65,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-REQUEST_CODE = ("translate.py", "openai_types.py")
+REQUEST_CODE = ("translate.py", "openai_types.py", "prompts.py", "messages.py")
 """What makes protocol requests of HTTP bodies: defaults, limits, the seeds of several choices."""
 
 

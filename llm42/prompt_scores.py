@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, LLM42Error, Request, RequestStats, Window
 from llm42.tracing import Tracer
-from llm42.verify_call import VerifierClient, verify_once
+from llm42.verify_call import VerifierClient, verify
 
 
 def scoring_window(request: Request) -> Window:
@@ -30,20 +28,17 @@ async def score_prompt(
 
     Retries are counted in `stats`. Raises LLM42Error when no try was answered.
     """
-    window, answer = scoring_window(request), LLM42Error("no attempt was made")
+    window = scoring_window(request)
     span = tracer.start("score_prompt", request.trace, candidates=len(window.candidates))
+
+    def on_retry() -> None:
+        stats.verify_retries += 1
+
     try:
-        for attempt in range(settings.verify_attempts):
-            if attempt:
-                stats.verify_retries += 1
-                await asyncio.sleep(min(2.0, 0.05 * 4**attempt))
-            found, again = await verify_once(client, window, settings.verify_timeout_s, tracer, span.trace)
-            if isinstance(found, Commit):
-                stats.windows += 1
-                return found
-            answer = found
-            if not again:
-                break
+        answer = await verify(client, window, settings, tracer, span.trace, on_retry)
     finally:
         span.end()
-    raise answer
+    if isinstance(answer, LLM42Error):
+        raise answer
+    stats.windows += 1
+    return answer

@@ -35,6 +35,11 @@ class SamplingParams:
     min_tokens_banned: tuple[int, ...] = ()
     """Token ids that may not be drawn before `min_tokens` output tokens (end-of-text and stop ids)."""
 
+    def fits(self, vocab_size: int) -> bool:
+        """Whether every id that it names is one of the vocabulary's: others would address other memory."""
+        named = (*(i for i, _ in self.logit_bias), *self.min_tokens_banned)
+        return all(0 <= i < vocab_size for i in named)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -184,6 +189,11 @@ class VerifierUnavailable(LLM42Error):
     """No verifier answers (HTTP 503 with Retry-After); best-effort traffic is not affected."""
 
     code = "verifier_unavailable"
+
+
+class StepFailed(VerifierUnavailable):
+    """The verifier's step that held the window failed. Another try may meet the same end, so it counts as one
+    of session.verify_attempts; a verifier that is dead or full is asked for as long as they may take."""
 
 
 class FingerprintChanged(VerifierUnavailable):

@@ -21,7 +21,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from llm42.cache import BlockPool
-from llm42.protocol import Commit, Failure, Overloaded, VerifierUnavailable, VerifyTimings, Window
+from llm42.protocol import (
+    Commit,
+    Failure,
+    LLM42Error,
+    Overloaded,
+    StepFailed,
+    VerifierUnavailable,
+    VerifyTimings,
+    Window,
+)
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
 from llm42.verifier.plan import PipelinedRunner, Runner
@@ -45,7 +54,9 @@ class Verifier:
         manifest: dict[str, Any] | None = None,
         max_waiting: int = 256,
         on_thread_start: Callable[[], None] = lambda: None,
+        device_lost: Callable[[], bool] = lambda: False,
     ) -> None:
+        """device_lost: asked after a step has failed; a verifier whose device is lost ends."""
         self.fingerprint, self.manifest = fingerprint, manifest or {}
         self._runner, self._pool = runner, pool
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
@@ -57,10 +68,11 @@ class Verifier:
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._stats = VerifierStats(kv_blocks=pool.num_blocks)
-        self._on_thread_start = on_thread_start
+        self._on_thread_start, self._device_lost = on_thread_start, device_lost
         self._thread: threading.Thread | None = None
         self._closed = False
         self._settled = 0.0
+        self._working_since: float | None = None
         self.on_step: Callable[[float], None] = lambda _: None
         """Told how long each step took, in seconds, on the step thread; must not raise."""
 
@@ -86,6 +98,12 @@ class Verifier:
         """Whether the step thread runs; a verifier whose thread has ended never answers again."""
         return not self._closed and self._thread is not None and self._thread.is_alive()
 
+    @property
+    def stalled_s(self) -> float:
+        """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
+        since = self._working_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
         """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,
         VerifierUnavailable when closed."""
@@ -105,11 +123,23 @@ class Verifier:
 
     def verify(self, windows: Seq[Window]) -> list[Answer]:
         """Blocks until all are answered."""
-        return [f.result() for f in [self.submit(w) for w in windows]]
+        return [f.result() for f in self._submit_all(windows, False)]
 
     async def verify_async(self, windows: Seq[Window], cold: bool = False) -> list[Answer]:
         """Awaits all answers."""
-        return list(await asyncio.gather(*(asyncio.wrap_future(self.submit(w, cold)) for w in windows)))
+        return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
+
+    def _submit_all(self, windows: Seq[Window], cold: bool) -> list[Future[Answer]]:
+        """All or none: when one is refused, those before it are not computed for nobody."""
+        futures: list[Future[Answer]] = []
+        try:
+            for window in windows:
+                futures.append(self.submit(window, cold))
+        except LLM42Error:
+            for future in futures:
+                future.cancel()
+            raise
+        return futures
 
     def release(self, request_id: str) -> None:
         """The request is over: its private KV may go."""
@@ -141,6 +171,9 @@ class Verifier:
             return Failure(window.request_id, "context_length_exceeded", text)
         if not all(0 <= t < self.vocab_size for t in (*window.tokens, *window.candidates)):
             return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
+        if not window.sampling.fits(self.vocab_size):
+            text = "logit_bias or min_tokens names an id outside the vocabulary"
+            return Failure(window.request_id, "invalid_window", text)
         return None
 
     # ---- the step thread
@@ -150,14 +183,16 @@ class Verifier:
         try:
             self._on_thread_start()
             while not self._closed:
+                self._working_since = time.monotonic()
                 if not self.step():
+                    self._working_since = None
                     self._receive(self._inbox.get())
             if self._flight is not None:
                 self._land(self._flight)
         except Exception:
             log.exception("the verifier's loop failed")
         finally:
-            self._closed = True
+            self._closed, self._working_since = True, None
             self._drain()
             for job in (*self._active, *self._waiting):
                 if job.future.running() or job.future.set_running_or_notify_cancel():
@@ -226,7 +261,8 @@ class Verifier:
         elif message is not None:
             self._store.release(message)
             for job in (*self._waiting, *self._active):
-                job.released |= job.window.request_id == message
+                # a cold one belongs to an audit, which outlives the request
+                job.released |= not job.cold and job.window.request_id == message
 
     def _admit(self) -> None:
         while self._waiting:
@@ -319,8 +355,11 @@ class Verifier:
             self._active.remove(job)
             self._store.discard(job.sequence)
             self._stats.failures += 1
-            reason = VerifierUnavailable(f"a verifier step failed: {type(error).__name__}: {error}")
+            reason = StepFailed(f"a verifier step failed: {type(error).__name__}: {error}")
             job.future.set_exception(reason)
+        if self._device_lost():
+            log.error("the device is lost: this verifier ends")
+            self._closed = True
 
     def _count(self, rows: int, bucket: int, seconds: float) -> None:
         self._stats.steps += 1

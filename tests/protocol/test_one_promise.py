@@ -74,7 +74,9 @@ class Busy(LocalVerifier):
 @both_engines
 def test_overload_in_mid_stream_is_not_a_refusal(lab: Lab) -> None:
     client = Busy(lab.verifier().start())
-    generator = lab.generator(lab.engine(), client, max_window=7, start_window=7, verify_attempts=2)
+    generator = lab.generator(
+        lab.engine(), client, max_window=7, start_window=7, verify_timeout_s=1.0, verify_attempts=2
+    )
     with pytest.raises(VerifierUnavailable, match="planted"):
         asyncio.run(collect(generator, request_of("busy", 2)))
 

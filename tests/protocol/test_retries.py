@@ -147,10 +147,42 @@ def test_a_verifier_that_never_answers_is_given_up_after_the_attempts(lab: Lab) 
     assert client.calls == 3
 
 
+class ThreeTimesDead(LocalVerifier):
+    """Refuses at once, more often than there are attempts, whenever a new window comes."""
+
+    refusals, seen = 0, ""
+
+    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        if self.seen != (now := repr(windows[0].tokens)):
+            self.seen, self.refusals = now, 0
+        self.refusals += 1
+        if self.refusals <= 3:
+            raise Overloaded("planted") if self.refusals % 2 else VerifierUnavailable("planted")
+        return await super().verify(windows)
+
+
+@both_engines
+def test_refusals_at_once_are_no_attempts(lab: Lab) -> None:
+    """A verifier that is being replaced refuses fast; the stream waits for its successor."""
+    request = request_of("dead", 2, max_tokens=24)
+    client = ThreeTimesDead(lab.verifier().start())
+    answer = asyncio.run(collect(lab.generator(lab.engine(), client, verify_attempts=2), request))
+    assert differences(answer, lab.oracle(request)) == []
+    assert answer.stats.verify_retries == 3 * answer.stats.windows
+
+
+@both_engines
+def test_control_refusals_end_when_the_attempts_would_have(lab: Lab) -> None:
+    client = ThreeTimesDead(lab.verifier().start())
+    generator = lab.generator(lab.engine(), client, verify_timeout_s=0.1, verify_attempts=2)
+    with pytest.raises(VerifierUnavailable, match="planted"):
+        asyncio.run(collect(generator, request_of("dead", 2, max_tokens=24)))
+
+
 @both_engines
 def test_a_closed_verifier_ends_streams_with_an_error_and_best_effort_goes_on(lab: Lab) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
-    generator = lab.generator(engine, verifier, verify_attempts=1)
+    generator = lab.generator(engine, verifier, verify_timeout_s=5.0, verify_attempts=1)
     best = replace(request_of("best", 5, max_tokens=60), deterministic=False)
 
     async def scene() -> tuple[BaseException | Answer, Answer]:
