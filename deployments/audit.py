@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm42 import metrics as m
@@ -33,6 +33,12 @@ def same_answer(a: Commit | Failure, b: Commit | Failure) -> bool:
     if isinstance(a, Failure) or isinstance(b, Failure):
         return type(a) is type(b)
     return (a.accepted, a.next_token, a.logprobs) == (b.accepted, b.next_token, b.logprobs)
+
+
+def comparable(answers: Iterable[Commit | Failure]) -> bool:
+    """Whether all come from one fingerprint: else two healthy verifiers may differ, as around a change of the
+    pool's fingerprint."""
+    return len({a.fingerprint for a in answers if isinstance(a, Commit)}) <= 1
 
 
 class Auditor:
@@ -67,7 +73,10 @@ class Auditor:
     async def audit(self, member: Member, windows: list[Window], answers: list[Commit | Failure]) -> None:
         """Computes the windows again, on another verifier where there is one, and acts on a difference."""
         second = self._other(member) or member
+        asked = {member.actor_id, second.actor_id}
         repeated = await self._compute(second, windows)
+        if not comparable([*answers, *repeated]):
+            return
         self._metrics.inc(m.AUDITS, len(windows))
         wrong = [i for i, (a, b) in enumerate(zip(answers, repeated, strict=True)) if not same_answer(a, b)]
         if not wrong:
@@ -79,7 +88,9 @@ class Auditor:
             member.name, second.name, windows[first].request_id, answers[first], repeated[first],
         )  # fmt: skip
         for odd in await self._odd_ones(member, second, windows[first], answers[first], repeated[first]):
-            await self._pool.condemn(odd, "its answers differ from those of others with its fingerprint")
+            if odd.actor_id in asked:  # not its successor of the same name
+                reason = "its answers differ from those of others with its fingerprint"
+                await self._pool.condemn(odd, reason)
 
     async def _odd_ones(
         self, first: Member, second: Member, window: Window, a: Commit | Failure, b: Commit | Failure
@@ -90,7 +101,7 @@ class Auditor:
         third = self._other(first, second)
         if third is not None:
             (c,) = await self._compute(third, [window])
-            if same_answer(a, c) != same_answer(b, c):
+            if comparable([a, b, c]) and same_answer(a, c) != same_answer(b, c):
                 return [second] if same_answer(a, c) else [first]
         passed = await asyncio.gather(*(x.handle.self_test.remote() for x in (first, second)))
         odd = [x for x, good in zip((first, second), passed, strict=True) if not good]

@@ -52,12 +52,12 @@ class Actor:
 
     def _verify(self, windows: list[Window], cold: bool = False) -> list[Commit]:
         assert cold, "an audit that may use the cache checks less"
-        return [answer(w, self.off) for w in windows]
+        return [answer(w, self.off, self.fingerprint) for w in windows]
 
 
-def answer(window: Window, off: float = 0.0) -> Commit:
+def answer(window: Window, off: float = 0.0, fingerprint: str = "a") -> Commit:
     logprobs = (TokenLogprob(5, -1.25 + off),)
-    return Commit(window.request_id, len(window.tokens), 0, 5, logprobs, "a")
+    return Commit(window.request_id, len(window.tokens), 0, 5, logprobs, fingerprint)
 
 
 class Cluster:
@@ -288,6 +288,42 @@ async def test_equal_answers_condemn_nobody_and_nobody_waits_for_audits() -> Non
     none = Auditor(pool, 0.0, counts)  # type: ignore[arg-type]
     none.consider(pool.ready[0], [WINDOW], [answer(WINDOW)])
     assert not none._running
+
+
+async def test_answers_of_two_fingerprints_are_not_held_against_each_other() -> None:
+    """Around a change of the pool's fingerprint, both verifiers are right."""
+    old, new = Actor("old"), Actor("new", "b")
+    new.off = ONE_ULP
+    for by in (0, 1):
+        pool = Pool(old, new)
+        counts = await audit(pool, by, [answer(WINDOW, (old, new)[by].off, "ab"[by])])
+        assert (pool.condemned, counts.of) == ([], {})
+
+
+async def test_a_third_opinion_of_another_fingerprint_is_none() -> None:
+    good, bad, other = Actor("good"), Actor("bad"), Actor("other", "b")
+    bad.off = other.off = ONE_ULP
+    bad.healthy = False
+    pool = Pool(good, bad, other)
+    members = dict(zip(("good", "bad", "other"), pool.ready, strict=True))
+    auditor = Auditor(pool, 1.0, Counts())  # type: ignore[arg-type]
+    answers = (answer(WINDOW), answer(WINDOW, ONE_ULP))
+    odd = await auditor._odd_ones(members["good"], members["bad"], WINDOW, *answers)
+    assert [m.name for m in odd] == ["bad"], "it would have sided with the bad one"
+
+
+async def test_the_successor_of_a_wrong_verifier_is_not_condemned_for_it() -> None:
+    bad = Actor("bad")
+    pool = Pool(bad)
+    member = pool.ready[0]
+
+    def replaced_meanwhile(windows: list[Window], cold: bool) -> list[Commit]:
+        member.actor_id = "the next actor of that name"
+        return [answer(w) for w in windows]
+
+    bad.verify = Call(replaced_meanwhile)
+    await audit(pool, 0, [answer(WINDOW, ONE_ULP)])
+    assert pool.condemned == []
 
 
 def test_what_counts_as_the_same_answer() -> None:
