@@ -4,28 +4,31 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi.responses import Response
+from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 
 from deployments import errors
 from deployments.asgi import ClientGone, until_disconnect
+from deployments.audit_canon import BackendCanon, Bounds
+from deployments.bodies import ClosedPart
 from deployments.openai_types import ChatBody, CompletionBody
 from deployments.policy import KeyPolicy
 from deployments.translate import plan
 from llm42.canon import Planner
 from llm42.claims import Claim, claims_of, manifest_of
 from llm42.config import Settings
-from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, RequestRejected, Window
+from llm42.protocol import LLM42Error, Overloaded, Request, RequestRejected
 from llm42.receipt import InvalidReceipt, Keyring
-from llm42.replay import Replayer
+from llm42.replay import Replayer, windows_per_call
 from llm42.tokenizer import Tokenizer
 from llm42.verdict import Finding, Verdict, summary
 
@@ -37,33 +40,12 @@ MAX_RUNNING = 16
 """Audits that an ingress holds at once; beyond it 429."""
 
 
-class AuditBody(BaseModel):
+class AuditBody(ClosedPart):
     """POST /v1/audit. `records` are the objects of docs/audits.md, each judged on its own."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-    records: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    manifests: list[dict[str, Any]] = []
+    records: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    manifests: list[dict[str, Any]] = Field(default=[], fail_fast=True)
     """Replies of GET /v1/fingerprint, of the fingerprints that the records have."""
-
-
-class BackendCanon:
-    """llm42.canon.Canon over the service's verifiers; all audits of an ingress share its bound."""
-
-    def __init__(self, backend: Backend, concurrency: int) -> None:
-        self._backend, self._places = backend, asyncio.Semaphore(concurrency)
-
-    async def identity(self) -> tuple[str, Mapping[str, Any]]:
-        """The pool's."""
-        return await self._backend.fingerprint()
-
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """By some verifier, without its cache."""
-        async with self._places:
-            return await self._backend.replay(windows)
-
-    def regenerate(self, request: Request) -> AsyncIterator[Delta]:
-        """Like any other deterministic request."""
-        return self._backend.generate(request)
 
 
 class _Audits:
@@ -71,39 +53,39 @@ class _Audits:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, backend: Backend, keyring: Keyring) -> None:
         self._settings, self._tokenizer, self._keyring = settings, tokenizer, keyring
-        self._canon = BackendCanon(backend, settings.audit.concurrency)
+        self._backend, self._bounds = backend, Bounds(settings.audit.concurrency)
         self._planner, self._running = planner(settings, tokenizer), 0
 
     async def fingerprint(self) -> dict[str, Any]:
         """What a client keeps beside its records."""
-        name, manifest = await self._canon.identity()
+        name, manifest = await self._backend.fingerprint()
         return {"object": "fingerprint", "fingerprint": name, "manifest": manifest}
 
-    async def audit(self, body: AuditBody) -> dict[str, Any]:
+    async def audit(self, body: AuditBody, policy: KeyPolicy) -> dict[str, Any]:
         """Findings in the records' order. Raises RequestRejected, Overloaded or VerifierUnavailable."""
-        if len(body.records) > self._settings.audit.max_records:
-            raise RequestRejected(
-                f"{len(body.records)} records; one call takes {self._settings.audit.max_records}"
-                " (audit.max_records).",
-                "records",
-            )
+        self._require_few(len(body.records), "records")
         if self._running >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} audits are running already.")
         self._running += 1
         try:
-            return await self._run(body)
+            return await self._run(body, policy)
         finally:
             self._running -= 1
 
-    async def _run(self, body: AuditBody) -> dict[str, Any]:
+    def _require_few(self, count: int, what: str) -> None:
+        most = self._settings.audit.max_records
+        if count > most:
+            raise RequestRejected(f"{count} {what}; one call takes {most} (audit.max_records).", "records")
+
+    async def _run(self, body: AuditBody, policy: KeyPolicy) -> dict[str, Any]:
         began, findings = time.monotonic(), list[Finding]()
         claims = await asyncio.to_thread(read_claims, body.records, findings)
-        manifests: dict[str, Mapping[str, Any]] = {}
-        for given in body.manifests:
-            with suppress(InvalidReceipt):  # one that is wrong explains nothing
-                manifests |= [found] if (found := manifest_of(given)) else []
-        parts = (self._keyring, self._tokenizer, self._planner, manifests)
-        replayer = Replayer(self._canon, self._settings.audit, *parts)
+        self._require_few(len(claims), "answers in these records")
+        manifests = await asyncio.to_thread(_manifests, body.manifests)
+        canon, settings = BackendCanon(self._backend, self._bounds, policy), self._settings
+        most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
+        parts = (self._keyring, self._tokenizer, self._planner, manifests, most)
+        replayer = Replayer(canon, settings.audit, *parts)
         await replayer.audit(claims, findings.append)
         findings.sort(key=lambda f: (f.line, f.choice))
         results = [f.to_json() for f in findings]
@@ -122,11 +104,29 @@ def read_claims(records: Sequence[Mapping[str, Any]], findings: list[Finding]) -
     """The records' outputs, numbered from 0; a record that cannot be read is a finding."""
     claims: list[Claim] = []
     for number, record in enumerate(records):
+        place = (number, 0, f"record {number}")
         try:
             claims += claims_of(record, number)
         except InvalidReceipt as error:
-            findings.append(Finding(number, 0, f"record {number}", Verdict.BAD_RECORD, str(error)))
+            findings.append(Finding(*place, Verdict.BAD_RECORD, str(error)))
+        except Exception as error:  # a bug: the log has it, the other records go on
+            log.exception("a record could not be read")
+            findings.append(Finding(*place, Verdict.FAILED, f"{type(error).__name__}: {error}"))
     return claims
+
+
+def _manifests(given: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Those that can be read; one that is wrong explains nothing."""
+    known: dict[str, Mapping[str, Any]] = {}
+    for value in given:
+        with suppress(InvalidReceipt):
+            known |= [found] if (found := manifest_of(value)) else []
+    return known
+
+
+def _answer(value: Any) -> Response:
+    """In ASCII, because findings may quote what no other encoding can write."""
+    return Response(json.dumps(value), media_type="application/json")
 
 
 def planner(settings: Settings, tokenizer: Tokenizer) -> Planner:
@@ -160,7 +160,7 @@ def add_audits(
     @app.get("/v1/fingerprint")
     async def fingerprint() -> Response:
         try:
-            return JSONResponse(await audits.fingerprint())
+            return _answer(await audits.fingerprint())
         except LLM42Error as error:
             return answers.from_exception(error)
 
@@ -170,7 +170,7 @@ def add_audits(
         try:
             if not policy.may_verify:
                 raise errors.Forbidden(f"The key '{policy.name}' may not use the verifiers.")
-            return JSONResponse(await until_disconnect(http, audits.audit(body)))
+            return _answer(await until_disconnect(http, audits.audit(body, policy)))
         except ClientGone:
             return Response(status_code=499)
         except Exception as error:

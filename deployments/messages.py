@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from deployments.bodies import ClosedPart, Part
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     """A text part of a message's content; other kinds of part are refused."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(ClosedPart):
     """What a tool call calls; `arguments` is JSON in a string."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     name: str
     arguments: str
 
@@ -33,10 +33,9 @@ class CalledFunction(BaseModel):
         return self
 
 
-class ToolCall(BaseModel):
+class ToolCall(Part):
     """A call that the model made in an earlier turn."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -48,14 +47,14 @@ class ToolCall(BaseModel):
         return made if self.id is None else made | {"id": self.id}
 
 
-class Message(BaseModel):
+class Message(Part):
     """One chat message."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -71,9 +70,9 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content; parts are joined."""
+        """The content; parts are joined by newlines, as vLLM does."""
         if isinstance(self.content, list):
-            return "".join(p.text for p in self.content)
+            return "\n".join(p.text for p in self.content)
         return self.content or ""
 
     def for_template(self) -> dict[str, Any]:
@@ -89,7 +88,7 @@ class Message(BaseModel):
         return made | {key: value for key, value in optional.items() if value is not None}
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -98,10 +97,9 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(ClosedPart):
     """A tool; functions are the only kind."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["function"]
     function: Function
 
@@ -110,7 +108,7 @@ class Tool(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """`response_format.json_schema`."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
@@ -118,10 +116,9 @@ class JsonSchema(BaseModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(ClosedPart):
     """`response_format`."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from deployments.bodies import ClosedPart, Part, about, at_most
 from deployments.messages import MAX_MESSAGES, MAX_TOOLS, Message, ResponseFormat, Tool
 
 MAX_CHOICES = 16
+MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 
 HARMLESS = frozenset(
@@ -46,27 +49,47 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Not implemented; accepted only with these values (or null), which change nothing."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-def _about(param: str, message: str) -> PydanticCustomError:
-    """An error of the body as a whole that names the field to look at."""
-    return PydanticCustomError("value_error", "{text}", {"text": message, "param": param})
+def _form(prompt: Any) -> str | None:
+    """The form that a prompt is held against: that of its first element."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list):
+        return None
+    return {str: "texts", int: "ids", list: "batch"}.get(type(prompt[0])) if prompt else "texts"
 
 
-class StreamOptions(BaseModel):
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("batch")],
+    Discriminator(
+        _form,
+        custom_error_type="prompt_form",
+        custom_error_message="Input should be a text, a list of token ids, or a list of either",
+    ),
+]
+
+
+class StreamOptions(Part):
     """`stream_options`; other keys of it concern only the framing of chunks and are ignored."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
     include_usage: bool = False
 
 
-class ReceiptOptions(BaseModel):
+class ReceiptOptions(ClosedPart):
     """`receipt`: what a receipt has besides hashes (llm42/receipt.py). true means: as here."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     prompt: Literal["tokens", "hash"] = "tokens"
     output: Literal["tokens", "hash"] = "hash"
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[dict[str, Bias], at_most(MAX_BIASES), Field(max_length=MAX_BIASES)]
 
 
 class GenerationBody(BaseModel):
@@ -88,9 +111,9 @@ class GenerationBody(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    logit_bias: LogitBias | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
@@ -103,10 +126,10 @@ class GenerationBody(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
         if self.stream and self.prompt_logprobs is not None:
-            raise _about("prompt_logprobs", "not available in a stream; leave stream out, or use echo")
+            raise about("prompt_logprobs", "not available in a stream; leave stream out, or use echo")
         a, b = self.deterministic, self.is_deterministic
         if a is not None and b is not None and a != b:
-            raise _about(
+            raise about(
                 "is_deterministic",
                 "deterministic and is_deterministic are two names of one field and disagree",
             )
@@ -129,18 +152,18 @@ class GenerationBody(BaseModel):
 class CompletionBody(GenerationBody):
     """POST /v1/completions. The prompt is text, token ids, or a list of either."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TemplateOptions(BaseModel):
     """How the model's chat template is to render the messages."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     date: Annotated[str, Field(pattern=r"^[12]\d{3}-[01]\d-[0-3]\d$")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -149,7 +172,7 @@ class TemplateOptions(BaseModel):
     @model_validator(mode="after")
     def _one_ending(self) -> TemplateOptions:
         if self.continue_final_message and self.add_generation_prompt:
-            raise _about("continue_final_message", "excludes add_generation_prompt: true")
+            raise about("continue_final_message", "excludes add_generation_prompt: true")
         return self
 
 
@@ -165,14 +188,13 @@ class ChatBody(TemplateOptions, GenerationBody):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise _about("top_logprobs", "needs logprobs: true")
+            raise about("top_logprobs", "needs logprobs: true")
         return self
 
 
-class TokenizeBody(TemplateOptions):
+class TokenizeBody(ClosedPart, TemplateOptions):
     """POST /tokenize: a text, or messages as they would become a prompt."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -182,13 +204,12 @@ class TokenizeBody(TemplateOptions):
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise _about("prompt", "give either prompt or messages")
+            raise about("prompt", "give either prompt or messages")
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(ClosedPart):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[TokenIds, Field(max_length=1 << 20)]

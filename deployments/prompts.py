@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from deployments.messages import Message, Tool
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, TemplateOptions
+from deployments.openai_types import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, TemplateOptions
 from llm42.protocol import RequestRejected
 from llm42.tokenizer import Tokenizer
 
-MAX_PROMPTS = 64
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})
 """Variables of templates that chat_template_kwargs may not set, nor the names of special tokens."""
 

@@ -166,6 +166,52 @@ async def test_the_end_of_the_prompt(tokenizer: Tokenizer) -> None:
     await refused(tokenizer, "continue_final_message", messages=talk[:1], continue_final_message=True)
 
 
+async def test_text_parts_of_a_message_are_lines(tokenizer: Tokenizer) -> None:
+    """As vLLM joins them, and as the template does with parts that it is given."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    talk = [{"role": "user", "content": parts}]
+    text = await prompt_text(tokenizer, messages=talk)
+    assert "<|im_start|>user\none\ntwo<|im_end|>" in text
+    assert text == tokenizer.apply_chat_template(talk)
+
+
+NULLS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", completion(stream=True, stream_options={"include_usage": None})),
+    (
+        "/v1/completions",
+        completion(deterministic=True, receipt={"prompt": None, "output": None}, logprobs=None),
+    ),
+    ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "x", "tool_calls": None}])),
+    ("/v1/chat/completions", chat(response_format={"type": "text", "json_schema": None})),
+    ("/tokenize", {"prompt": "a", "messages": None, "date": None, "return_token_strs": None}),
+    ("/detokenize", {"tokens": [1], "model": None}),
+    ("/v1/audit", {"records": [{}], "manifests": None}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NULLS)
+async def test_null_means_the_default(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    """Also inside objects: the answer is that of a body without the null fields."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without(v) for v in value]
+        if not isinstance(value, dict):
+            return value
+        return {k: without(v) for k, v in value.items() if v is not None}
+
+    async with client(tokenizer) as (http, backend):
+        for asked in (body, without(body)):
+            reply = await http.post(path, json=asked)
+            assert reply.status_code == 200, reply.text
+        assert not backend.requests or len({(r.prompt, r.num_logprobs) for r in backend.requests}) == 1
+
+
+async def test_a_tool_call_without_a_type(with_tools: Tokenizer) -> None:
+    talk = [TALK[0], TALK[1] | {"tool_calls": [CALL | {"type": None}]}, TALK[2]]
+    assert await prompt_text(with_tools, messages=talk) == await prompt_text(with_tools, messages=TALK)
+
+
 # ---- echo and the prompt's log-probabilities
 
 PROMPT = [19556, 28, 905]

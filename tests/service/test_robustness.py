@@ -11,8 +11,10 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from deployments.http_app import create_app
+from deployments.openai_types import ChatBody, CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.tokenizer import Tokenizer
@@ -141,6 +143,74 @@ HUGE: list[tuple[str, str, str | None]] = [
     ("deep JSON", DEEP, None),
     ("a long number", json.dumps(completion()).replace('"Hi"', "1" * 100_000), None),
 ]  # fmt: skip
+
+EMPTY: list[Any] = [{}] * 300_000
+FIELDS = {f"f{i}": 1 for i in range(100_000)}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("prompt", completion(prompt=EMPTY), "prompt"),
+    ("prompt of texts", completion(prompt=["a", *EMPTY]), "prompt"),
+    ("prompt of ids", completion(prompt=[1, *["a"] * 300_000]), "prompt"),
+    ("prompt of lists", completion(prompt=[[1], *EMPTY]), "prompt"),
+    ("prompt in a list", completion(prompt=[[1, *EMPTY]]), "prompt"),
+    ("negative ids", completion(prompt=[-1] * 300_000), "prompt"),
+    ("biases", completion(logit_bias=FIELDS), "logit_bias"),
+    ("wrong biases", completion(logit_bias=dict.fromkeys(FIELDS, "x")), "logit_bias"),
+    ("1025 biases", completion(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    ("stop", completion(stop=EMPTY), "stop"),
+    ("stop_token_ids", completion(stop_token_ids=EMPTY), "stop_token_ids"),
+    ("receipt", completion(deterministic=True, receipt=FIELDS), "receipt"),
+    ("response_format", completion(response_format=FIELDS), "response_format"),
+    ("messages", chat(messages=EMPTY), "messages"),
+    ("parts", chat(messages=[{"role": "user", "content": EMPTY}] * 2), "messages"),
+    ("tool_calls", chat(messages=[{"role": "assistant", "tool_calls": EMPTY}]), "messages"),
+    ("function", chat(messages=[{"role": "assistant", "tool_calls": [{"function": FIELDS}]}]), "messages"),
+    ("tools", chat(tools=EMPTY), "tools"),
+    ("tool", chat(tools=[FUNCTION | FIELDS]), "tools"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), [pytest.param(b, p, id=name) for name, b, p in WRONG])
+async def test_a_wrong_body_costs_a_few_errors(
+    tokenizer: Tokenizer, peak: Any, body: dict[str, Any], param: str
+) -> None:
+    """Not one per element and form: 900 kB of `{}` in a prompt were a gigabyte of errors."""
+    kind = ChatBody if "messages" in body else CompletionBody
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() <= 8
+    text = json.dumps(body)
+    async with client(tokenizer) as (http, backend):
+        path = "/v1/chat/completions" if kind is ChatBody else "/v1/completions"
+        assert_error(await http.post(path, content=text, headers=JSON), 400, param)
+        assert backend.requests == []
+    assert peak() < 40 * len(text) + (4 << 20)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"messages": EMPTY}, "messages"),
+        ("/tokenize", {"prompt": "a", **FIELDS}, "f0"),
+        ("/detokenize", {"tokens": EMPTY}, "tokens"),
+        ("/detokenize", {"tokens": [1], **FIELDS}, "f0"),
+    ],
+)
+async def test_a_wrong_body_of_the_small_endpoints(
+    tokenizer: Tokenizer, peak: Any, path: str, body: dict[str, Any], param: str
+) -> None:
+    async with client(tokenizer) as (http, _):
+        assert_error(await http.post(path, content=json.dumps(body), headers=JSON), 400, param)
+    assert peak() < 40 * len(json.dumps(body)) + (4 << 20)
+
+
+async def test_as_much_as_is_allowed(tokenizer: Tokenizer) -> None:
+    """Control for the above: the largest of everything is served."""
+    body = completion(prompt=["a"] * 64, logit_bias={str(i): 1 for i in range(1024)}, stop=["s"] * 16)
+    async with client(tokenizer) as (http, backend):
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        assert len(backend.requests) == 64
+        assert len(backend.requests[0].sampling.logit_bias) == 1024
 
 
 @pytest.mark.parametrize(("text", "param"), [pytest.param(t, p, id=name) for name, t, p in HUGE])
