@@ -35,6 +35,17 @@ def same_answer(a: Commit | Failure, b: Commit | Failure) -> bool:
     return (a.accepted, a.next_token, a.logprobs) == (b.accepted, b.next_token, b.logprobs)
 
 
+def kind_of(window: Window, a: Commit | Failure, b: Commit | Failure) -> str:
+    """What differs and where, without a word of what the answers say."""
+    if isinstance(a, Failure) or isinstance(b, Failure):
+        return "one of them refused it"
+    for place, (x, y) in enumerate(zip(a.logprobs, b.logprobs, strict=False), len(window.tokens)):
+        for name in ("token", "logprob", "top"):
+            if getattr(x, name) != getattr(y, name):
+                return f"{name} at position {place}"
+    return "how many candidates stand"
+
+
 def comparable(answers: Iterable[Commit | Failure]) -> bool:
     """Whether all come from one fingerprint: else two healthy verifiers may differ, as around a change of the
     pool's fingerprint."""
@@ -44,8 +55,10 @@ def comparable(answers: Iterable[Commit | Failure]) -> bool:
 class Auditor:
     """One per pool; belongs to its event loop."""
 
-    def __init__(self, pool: VerifierPool, share: float, metrics: Metrics) -> None:
-        self._pool, self._share, self._metrics = pool, share, metrics
+    def __init__(self, pool: VerifierPool, share: float, metrics: Metrics, log_values: bool = False) -> None:
+        """log_values: a difference is logged with the tokens and log-probabilities of both sides, which are
+        what a user was told (telemetry.log_prompts)."""
+        self._pool, self._share, self._metrics, self._log_values = pool, share, metrics, log_values
         self._running: set[asyncio.Task[None]] = set()
         self._random = random.Random()
 
@@ -83,9 +96,11 @@ class Auditor:
             return
         self._metrics.inc(m.AUDIT_MISMATCHES, len(wrong))
         first = wrong[0]
+        values = f": {answers[first]} against {repeated[first]}" if self._log_values else ""
         log.error(
-            "audit: %s and %s differ on a window of request %s: %s against %s",
-            member.name, second.name, windows[first].request_id, answers[first], repeated[first],
+            "audit: %s and %s differ on a window of request %s: %s%s",
+            member.name, second.name, windows[first].request_id,
+            kind_of(windows[first], answers[first], repeated[first]), values,
         )  # fmt: skip
         for odd in await self._odd_ones(member, second, windows[first], answers[first], repeated[first]):
             if odd.actor_id in asked:  # not its successor of the same name

@@ -75,7 +75,8 @@ class VerifierPool:
         self._asked: dict[str, str] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
-        self._auditor = Auditor(self, settings.verifier.audit_share, metrics)
+        log_values = settings.telemetry.log_prompts
+        self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
 
     def start(self) -> None:
         """Begins watching; a supervisor that is missing is created."""
