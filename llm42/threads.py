@@ -1,4 +1,4 @@
-"""A thread's number of torch threads."""
+"""A thread's number of torch threads, and whether its device still answers."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         set_threads(before)
+
+
+def device_lost(device: str) -> bool:
+    """Whether the device answers no more: after a fault in a kernel every later call of the process fails."""
+    if not device.startswith("cuda"):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:  # torch.AcceleratorError is one
+        return True
+    return False

@@ -12,7 +12,6 @@ import random
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,52 +23,14 @@ from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings, engine_threads
 from llm42.engine.base import EngineLoad, EngineOutput, Sink
 from llm42.engine.batch import BatchRunner, Rows
+from llm42.engine.limits import require_known_ids, require_room
+from llm42.engine.running import Running
 from llm42.models.weights import LoadedModel
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
+from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 from llm42.sampling import draw, token_logprob
-from llm42.threads import set_threads
+from llm42.threads import device_lost, set_threads
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Running:
-    """A request in the engine: KV is written for tokens[:computed] in `blocks`; the rest is to be
-    computed."""
-
-    request: Request
-    sink: Sink
-    limit: int
-    tokens: list[int]
-    epoch: int = 0
-    computed: int = 0
-    parked: bool = False
-    """Waits for a rollback or an abort after an end-of-text candidate."""
-    blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    cached: int | None = None
-    """Prompt tokens found in the cache at the first admission."""
-    told: bool = False
-    """What comes with the first output has been reported."""
-    scores: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of prompt[1:], as far as they are computed."""
-
-    @property
-    def scoring(self) -> bool:
-        """Whether log-probabilities of the prompt's tokens are still to be computed."""
-        request = self.request
-        wanted = request.prompt_logprobs is not None and not request.deterministic and not request.output
-        return wanted and len(self.scores) < len(request.prompt) - 1
-
-    @property
-    def output_len(self) -> int:
-        """Output tokens so far."""
-        return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def runnable(self) -> bool:
-        """Whether it may decode another token now."""
-        return not self.parked and self.output_len < self.limit
 
 
 class TorchEngine:
@@ -118,21 +79,9 @@ class TorchEngine:
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is
         gone."""
-        needed, context = len(request.prompt) + request.max_tokens, self.model.weights.cos_sin.shape[0]
-        if needed > context:
-            raise RequestRejected(
-                f"prompt and max_tokens need {needed} positions; this server has {context} "
-                "(model.max_model_len)",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if needed > (self._pool.num_blocks - 1) * self.settings.block_size:
-            raise RequestRejected(
-                f"prompt and max_tokens need {needed} tokens of KV cache; this server has "
-                f"{(self._pool.num_blocks - 1) * self.settings.block_size} (engine.kv_tokens)",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+        room = (self._pool.num_blocks - 1) * self.settings.block_size
+        require_room(request, self.model.weights.cos_sin.shape[0], room)
+        require_known_ids(request, self.model.config.vocab_size)
         tokens = [*request.prompt, *request.output]
         self._commands.put(lambda: self._enter(Running(request, sink, limit, tokens)))
         if self._closed:  # asked after the put: either the loop's end sees the request, or this does
@@ -249,15 +198,49 @@ class TorchEngine:
         if not decode and not prefill:
             return False
         chunks = [(r, self._chunk(r, n)) for r, n in (*((r, 1) for r in decode), *prefill)]
-        rows = self._runner.step([c for _, c in chunks[: len(decode)]], [c for _, c in chunks[len(decode) :]])
+        try:
+            found = self._compute(chunks, len(decode))
+        except Exception as error:
+            self._one_by_one(chunks, error)
+        else:
+            for (running, chunk), logits in zip(chunks, found, strict=True):
+                self._take(running, chunk, logits)
+        return True
+
+    def _compute(self, chunks: Sequence[tuple[Running, Rows]], decode: int) -> list[torch.Tensor]:
+        """One step of the runner; the first `decode` chunks are of one row."""
         self._steps += 1
-        for (running, chunk), logits in zip(chunks, rows, strict=True):
-            running.computed += len(chunk.tokens)
+        rows = [chunk for _, chunk in chunks]
+        return self._runner.step(rows[:decode], rows[decode:])
+
+    def _take(self, running: Running, chunk: Rows, logits: torch.Tensor) -> None:
+        """What one chunk's logits come to. A request at which this fails ends, and the others go on."""
+        running.computed += len(chunk.tokens)
+        try:
             if running.scoring:
                 self._score(running, chunk, logits)
             if running.computed == len(running.tokens):
                 self._sample(running, logits[-1])
-        return True
+        except Exception as error:
+            self._fail(running, error)
+
+    def _one_by_one(self, chunks: Sequence[tuple[Running, Rows]], error: Exception) -> None:
+        """A step that failed, each request alone: what is wrong with one must not end its companions."""
+        log.warning("a step failed; its requests are computed one by one", exc_info=error)
+        for running, chunk in chunks:
+            try:
+                (logits,) = self._compute([(running, chunk)], int(len(chunk.tokens) == 1))
+            except Exception as failure:
+                self._fail(running, failure)
+            else:
+                self._take(running, chunk, logits)
+        if device_lost(self.model.device):
+            raise RuntimeError("the device is lost") from error
+
+    def _fail(self, running: Running, error: Exception) -> None:
+        log.error("request %s cannot be computed", running.request.request_id, exc_info=error)
+        self._report(running, error=f"{type(error).__name__}: {error}")
+        self._leave(running.request.request_id)
 
     def _receive(self) -> None:
         while not self._commands.empty():

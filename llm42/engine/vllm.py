@@ -28,10 +28,11 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.base import EngineLoad, Sink
+from llm42.engine.limits import require_room
 from llm42.engine.vllm_connection import Connection, connect
 from llm42.engine.vllm_sampling import arguments_of, finish_of, token_logprobs
 from llm42.engine.vllm_stream import Attempt, Stream
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, TokenLogprob
+from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
@@ -83,17 +84,10 @@ class VllmEngine:
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request. Raises RequestRejected when vLLM can never run it, Overloaded when the engine is
         gone."""
-        needed, context = len(request.prompt) + request.max_tokens, self._all_settings.model.max_model_len
-        if needed > context:
-            raise RequestRejected(
-                f"prompt and max_tokens need {needed} positions; this server has {context} "
-                "(model.max_model_len)",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
         connection = self._connection
         if connection is None or not self.alive:
             raise Overloaded("the engine is not running")
+        require_room(request, self._all_settings.model.max_model_len)
         connection.check(request)
         stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
         if not self._post(lambda: self._enter(stream)):

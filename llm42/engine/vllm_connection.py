@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
+from llm42.engine.limits import require_known_ids
 from llm42.engine.vllm_guard import Guard
 from llm42.models.export import export_model
 from llm42.protocol import LLM42Error, Request, RequestRejected
@@ -79,10 +80,7 @@ class Connection:
         """Raises RequestRejected for what vLLM would refuse. Any thread."""
         if not request.prompt:
             raise RequestRejected("an empty prompt cannot be continued", "prompt")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
-            raise RequestRejected(
-                f"prompt: a token id is outside the model's vocabulary (0 to {self.vocab_size - 1})", "prompt"
-            )
+        require_known_ids(request, self.vocab_size)
         if (request.num_logprobs or 0) > MAX_LOGPROBS:
             raise RequestRejected(f"at most {MAX_LOGPROBS} log-probabilities per token", "logprobs")
 

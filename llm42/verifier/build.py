@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from kernels.linear import rounded_head
 from llm42 import fingerprint as fp
@@ -12,7 +13,7 @@ from llm42.config import Settings
 from llm42.models.errors import ModelFileError
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
-from llm42.threads import set_threads, torch_threads
+from llm42.threads import device_lost, set_threads, torch_threads
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda
 from llm42.verifier.certify import (
@@ -83,6 +84,7 @@ def build_verifier(
         fingerprint="",
         max_waiting=settings.verifier.max_waiting,
         on_thread_start=_thread_setup(settings.verifier.threads),
+        device_lost=partial(device_lost, model.device),
     )
     progress("known answers")
     known = fp.inputs(model, settings, tokenizer.identity)

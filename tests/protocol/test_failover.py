@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from llm42.protocol import (
     Delta,
     FingerprintChanged,
     FinishReason,
+    LLM42Error,
     Overloaded,
     Request,
     SamplingParams,
@@ -119,6 +120,53 @@ def test_an_engine_that_dies_is_a_loss_and_one_that_refuses_is_an_error(lab: Lab
     else:
         with pytest.raises(EngineFailed):
             asyncio.run(run_all())
+
+
+def outcome_of(fates: Sequence[LLM42Error | None], **settings: Any) -> tuple[list[str], LLM42Error | None]:
+    """The ids of the attempts that were made, and the error that the client sees. None: that one answers."""
+    asked: list[str] = []
+
+    async def attempt(current: Request) -> AsyncGenerator[Delta, None]:
+        asked.append(current.request_id)
+        fate = fates[len(asked) - 1]
+        if fate is not None:
+            raise fate
+        yield Delta((1,), "x", finish_reason=FinishReason.LENGTH)
+
+    async def run_all() -> None:
+        server = SERVER.model_copy(update=settings)
+        async for _ in Failover(request_of("q", 1), server).run(attempt):
+            pass
+
+    try:
+        asyncio.run(run_all())
+    except LLM42Error as error:
+        return asked, error
+    return asked, None
+
+
+def test_a_replica_whose_engine_is_dead_refuses_nobody() -> None:
+    """Until Serve has replaced it, its queue is the shortest: it must not answer "full" to all who come."""
+    full = Overloaded("the engine is not running")
+    dead = [as_loss(full, engine_alive=False)] * 6
+    asked, error = outcome_of([*dead, None])
+    assert (len(asked), error) == (7, None)
+    asked, error = outcome_of([as_loss(full, engine_alive=True)] * 6)
+    assert isinstance(error, Overloaded), "the control: one that is full says so"
+
+
+def test_no_two_attempts_have_one_id() -> None:
+    """An engine may still hold the attempt before; its abort must not end the next one."""
+    full, lost = Overloaded("full"), ReplicaLost("gone")
+    asked, error = outcome_of([full, lost, lost, full, lost, None])
+    assert error is None
+    assert len(asked) == len(set(asked)) == 6
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_failover_can_be_switched_off(seconds: float) -> None:
+    asked, error = outcome_of([ReplicaLost("gone"), None], failover_s=seconds)
+    assert (len(asked), type(error)) == ((1, ReplicaLost) if not seconds else (2, type(None)))
 
 
 def test_a_stop_string_that_began_before_the_loss_is_found(lab: Lab) -> None:

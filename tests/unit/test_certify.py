@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,33 @@ class TestFingerprint:
             file.write_text("x = 2\n")
             hashes.add(fp.code_hash())
         assert len(hashes) == 1 + 2 + len(files) + len(fp.REQUEST_CODE)
+
+
+NOT_IN_AN_OUTPUT = {
+    "llm42": """__init__ __main__ affinity affinity_trace audit_* canon claims cli cli_telemetry commands
+        config demo embedded fingerprint local logs metrics observe prometheus receipt replay steps top
+        tracing verdict verify_call""",
+    "deployments": """__init__ actors admission app asgi audit audit_* bodies deltas errors failover
+        fastpath http_app ingress launch logprobs policy ray_metrics receipts render router scaling
+        supervisor text_routes verifier_actor verifier_pool""",
+}
+"""Modules that decide neither which tokens a request gets nor which request a body is: they start, count,
+route, audit, or write what others found as JSON. A new module belongs here or into the hash."""
+
+
+def test_every_module_is_in_the_code_hash_or_known_not_to_matter() -> None:
+    root = Path(fp.llm42.__file__).parents[1]
+    for package, hashed in (("llm42", fp.CODE), ("deployments", fp.REQUEST_CODE)):
+        modules = {file.stem for file in (root / package).glob("*.py")}
+        exempt = NOT_IN_AN_OUTPUT[package].split()
+        listed = {name.removesuffix(".py") for name in hashed if name.endswith(".py")}
+        assert listed <= modules
+        unknown = {m for m in modules - listed if not any(fnmatch(m, e) for e in exempt)}
+        assert not unknown, "are these part of what makes an output?"
+        assert not [m for m in listed if any(fnmatch(m, e) for e in exempt)]
+    folders = {d.name for d in (root / "llm42").iterdir() if (d / "__init__.py").exists()}
+    assert folders == {"models", "verifier", "engine"}, "engines only propose; the others are hashed"
+    assert {"models", "verifier", "kernels"} <= set(fp.CODE)
 
 
 @pytest.fixture(scope="module")

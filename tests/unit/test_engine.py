@@ -21,7 +21,8 @@ from llm42.engine.base import EngineOutput
 from llm42.engine.batch import BatchRunner, FusedAttention, PlainAttention, Rows
 from llm42.engine.torch_engine import TorchEngine
 from llm42.models.weights import LoadedModel
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected
+from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, SamplingParams
+from llm42.sampling import draw
 from llm42.verifier.build import load_for
 from tests.support import Client, prompt_of, torch_threads, write_model
 
@@ -482,16 +483,94 @@ def test_a_closed_engine_refuses_and_tells_those_it_had(model: LoadedModel) -> N
     engine.extend("b", 9)
 
 
-def test_a_step_that_fails_ends_every_request_with_an_error(model: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"prompt": (5, 2_000_000_000)}, "prompt"),
+        ({"prompt": (5, -1)}, "prompt"),
+        ({"output": (512,)}, "prompt"),
+        ({"sampling": SamplingParams(logit_bias=((512, 1.0),))}, "logit_bias"),
+        ({"sampling": SamplingParams(min_tokens=1, min_tokens_banned=(-3,))}, "logit_bias"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused(
+    model: LoadedModel, changes: dict[str, Any], param: str
+) -> None:
+    engine = engine_of(model)
+    with pytest.raises(RequestRejected) as caught:
+        submit(engine, replace(request_of("a", 1), **changes))
+    assert caught.value.param == param
+    assert not engine.step()
+
+
+def fails_with(engine: TorchEngine, token: int) -> None:
+    """Steps with this token in them fail, as a kernel's fault would have it."""
+    inner = engine._runner.step
+
+    def step(decode: list[Rows], prefill: list[Rows]) -> list[torch.Tensor]:
+        if any(token in rows.tokens for rows in (*decode, *prefill)):
+            raise IndexError("planted")
+        return inner(decode, prefill)
+
+    engine._runner.step = step  # type: ignore[method-assign]
+
+
+def test_a_request_that_cannot_be_computed_ends_alone(model: LoadedModel) -> None:
+    engine, poison = engine_of(model), 511
+    fails_with(engine, poison)
+    others = [submit(engine, request_of(f"o{i}", i, max_tokens=12)) for i in range(3)]
+    engine.step()
+    bad = submit(engine, replace(request_of("bad", 9), prompt=(7, poison, 8)))
+    drain(engine)
+    assert bad.error == "IndexError: planted"
+    for index, client in enumerate(others):
+        assert client.error is None
+        assert client.tokens == continuation(model, prompt_of(index, 20), 12)
+    assert idle(engine)
+
+
+def test_a_request_whose_draw_fails_ends_alone(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw_or_fail(logits: torch.Tensor, params: SamplingParams, *rest: Any) -> int | None:
+        if params.seed == 13:
+            raise IndexError("planted")
+        return draw(logits, params, *rest)
+
+    monkeypatch.setattr("llm42.engine.torch_engine.draw", draw_or_fail)
+    engine = engine_of(model)
+    bad = submit(engine, replace(request_of("bad", 9), sampling=SamplingParams(seed=13)))
+    good = submit(engine, request_of("good", 1, max_tokens=8))
+    drain(engine)
+    assert bad.error == "IndexError: planted"
+    assert good.tokens == continuation(model, prompt_of(1, 20), 8)
+    assert idle(engine)
+
+
+def test_a_lost_device_ends_the_engine_and_tells_all(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a fault in a kernel nothing works any more in that process: the replica must be replaced."""
+    monkeypatch.setattr("llm42.engine.torch_engine.device_lost", lambda device: True)
+    engine = engine_of(model)
+    fails_with(engine, 511)
+    clients = [submit(engine, request_of("held", 1, deterministic=True), limit=2)]
+    drain(engine)
+    clients.append(submit(engine, replace(request_of("bad", 9), prompt=(7, 511))))
+    engine._loop()  # in this thread: it ends by itself
+    assert not engine.alive
+    assert clients[0].error == "the engine stopped"
+    assert clients[1].error == "IndexError: planted"
+
+
+def test_a_bug_outside_a_step_ends_every_request_with_an_error(model: LoadedModel) -> None:
     engine = engine_of(model)
 
     late: list[Client] = []
 
-    def broken(decode: list[Rows], prefill: list[Rows]) -> torch.Tensor:
-        late.append(submit(engine, request_of("late", 2)))  # while the step runs: no step will see it
+    def broken() -> Any:
+        late.append(submit(engine, request_of("late", 2)))  # while it runs: no step will see it
         raise RuntimeError("planted")
 
-    engine._runner.step = broken  # type: ignore[method-assign]
+    engine._schedule = broken  # type: ignore[method-assign]
     client = submit(engine, request_of("a", 1))
     engine._loop()  # in this thread: it ends by itself
     assert client.error == late[0].error == "the engine stopped"

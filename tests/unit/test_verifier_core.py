@@ -22,7 +22,15 @@ from hypothesis.stateful import (
 )
 
 from llm42.cache import BlockPool
-from llm42.protocol import Commit, Failure, Overloaded, SamplingParams, VerifierUnavailable, Window
+from llm42.protocol import (
+    Commit,
+    Failure,
+    Overloaded,
+    SamplingParams,
+    StepFailed,
+    VerifierUnavailable,
+    Window,
+)
 from llm42.threads import set_threads
 from llm42.verifier.core import Verifier
 from llm42.verifier.jobs import Answer, Job
@@ -421,6 +429,8 @@ def test_a_step_is_no_larger_than_needed() -> None:
         (Window("w", (1, 2), 3, (), SamplingParams()), "invalid_window"),
         (window_of("w", [1, VOCAB]), "invalid_window"),
         (window_of("w", [1], (-1,)), "invalid_window"),
+        (Window("w", (1, 2), 2, (), SamplingParams(logit_bias=((VOCAB, 1.0),))), "invalid_window"),
+        (Window("w", (1, 2), 2, (), SamplingParams(min_tokens_banned=(-1,))), "invalid_window"),
         (window_of("w", [1] * ROOM, (1,)), "context_length_exceeded"),
     ],
 )
@@ -449,6 +459,79 @@ def test_a_full_queue_says_so() -> None:
     drain(verifier)
     assert all(c.done() for c in calls)
     verifier.submit(window_of("2", [1]))
+
+
+def test_windows_are_taken_all_or_none() -> None:
+    """Those before the one that is refused would be computed for nobody, in the middle of an overload."""
+    verifier, shadow = verifier_of(max_waiting=3)
+    with pytest.raises(Overloaded):
+        verifier.verify([window_of(f"{i}", [1]) for i in range(4)])
+    drain(verifier)
+    assert not shadow.steps
+    assert verifier.stats().kv_held_blocks == 0
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_an_audit_outlives_the_request(cold: bool) -> None:
+    """An audit of the last window arrives together with the end of its request (cold), and is computed all
+    the same; a retry of the request's own (not cold) is dropped."""
+    verifier, _ = verifier_of()
+    window = window_of("r", [1, 2, 3])
+    call = verifier.submit(window, cold=cold)
+    verifier.release("r")
+    drain(verifier)
+    if cold:
+        assert same(call.result(timeout=0), right_answer(window, "fp"))
+    else:
+        with pytest.raises(VerifierUnavailable):
+            call.result(timeout=0)
+    assert verifier.stats().kv_held_blocks == 0
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_failed_step_ends_the_verifier_only_with_its_device(lost: bool) -> None:
+    verifier, shadow = verifier_of()
+    verifier._device_lost = lambda: lost
+    good, step = window_of("good", [1, 2]), shadow.step
+
+    def fail_once(*args: object) -> object:
+        shadow.step = step  # type: ignore[method-assign]
+        raise RuntimeError("planted")
+
+    shadow.step = fail_once  # type: ignore[method-assign,assignment]
+    call = verifier.submit(window_of("bad", [1, 2]))
+    verifier.step()
+    with pytest.raises(StepFailed):
+        call.result(timeout=0)
+    if lost:
+        with pytest.raises(VerifierUnavailable):
+            verifier.submit(good)
+    else:
+        answer = verifier.submit(good)
+        drain(verifier)
+        assert same(answer.result(timeout=0), right_answer(good, "fp"))
+
+
+def test_a_step_that_hangs_is_seen() -> None:
+    verifier, shadow = verifier_of()
+    began, go_on, step = threading.Event(), threading.Event(), shadow.step
+
+    def hang(*args: object) -> object:
+        began.set()
+        go_on.wait(30)
+        return step(*args)  # type: ignore[arg-type]
+
+    shadow.step = hang  # type: ignore[method-assign,assignment]
+    assert verifier.start().stalled_s == 0.0
+    call = verifier.submit(window_of("w", [1, 2]))
+    assert began.wait(30)
+    first = verifier.stalled_s
+    assert 0.0 < first < verifier.stalled_s, "it grows while nothing happens"
+    go_on.set()
+    call.result(timeout=30)
+    while verifier.stalled_s:
+        pass
+    verifier.close()
 
 
 def test_a_late_release_does_not_cancel_a_window_that_waits() -> None:

@@ -1,0 +1,68 @@
+"""The driver's event loop: a client that leaves is heard at once."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llm42.config import Settings
+from llm42.driver import _Drive
+from llm42.engine.base import EngineOutput
+from llm42.protocol import Request
+
+
+def drive_of() -> _Drive:
+    owner: Any = SimpleNamespace(settings=Settings())
+    return _Drive(owner, Request("r", (1, 2), 9, deterministic=True), None)  # type: ignore[arg-type]
+
+
+class WaitsFor(_Drive):
+    """As it was with wait_for, which in Python 3.11 returns the event and forgets the cancellation."""
+
+    async def _events(self) -> list[Any]:
+        return [await asyncio.wait_for(self.inbox.get(), 60.0)]
+
+
+async def leaves(drive: _Drive) -> bool:
+    """Whether a loop over events ends when it is cancelled just as an event has come."""
+
+    async def loop() -> None:
+        while True:
+            await drive._events()
+
+    task = asyncio.create_task(loop())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    drive.inbox.put_nowait(EngineOutput("r", 0, 0, (1,)))
+    await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=0.5)
+    task.cancel()
+    return bool(done)
+
+
+def test_a_cancellation_that_meets_an_event_is_not_lost() -> None:
+    assert asyncio.run(leaves(drive_of()))
+
+
+def test_control_wait_for_may_lose_it() -> None:
+    import sys
+
+    if sys.version_info >= (3, 12):
+        pytest.skip("wait_for is built on timeout() from Python 3.12 on")
+    drive = drive_of()
+    drive.__class__ = WaitsFor
+    assert not asyncio.run(leaves(drive))
+
+
+def test_events_that_are_there_are_taken_together() -> None:
+    async def scene() -> int:
+        drive = drive_of()
+        for start in range(3):
+            drive.inbox.put_nowait(EngineOutput("r", 0, start, (1,)))
+        return len(await drive._events())
+
+    assert asyncio.run(scene()) == 3
