@@ -88,10 +88,11 @@ async def _replayed(
     local: Any, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
     from deployments.audit_api import planner
-    from llm42.replay import Replayer
+    from llm42.replay import Replayer, windows_per_call
 
     makes = planner(settings, local.tokenizer)
-    parts = (settings.audit, keyring, local.tokenizer, makes, records.manifests)
+    most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
+    parts = (settings.audit, keyring, local.tokenizer, makes, records.manifests, most)
     await Replayer(local.canon, *parts).audit(records.claims, found)
 
 
@@ -100,7 +101,7 @@ def _add_manifest(records: Records, file: Path) -> None:
     try:
         value = json.loads(file.read_text())
         known = manifest_of(value) if isinstance(value, dict) else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidReceipt(f"{file}: {error}") from error
     if known is None:
         raise InvalidReceipt(f"{file}: a reply of GET /v1/fingerprint is needed")
@@ -153,16 +154,24 @@ def _line(finding: Finding) -> str:
     if finding.choice:
         parts.append(f"choice {finding.choice}")
     if finding.id and not finding.id.startswith("line "):
-        parts.append(finding.id)
-    text = f"{', '.join(parts)}: {finding.verdict.value.replace('_', ' ')}: {finding.reason}"
+        parts.append(_shown(finding.id))
+    text = f"{', '.join(parts)}: {finding.verdict.value.replace('_', ' ')}: {_shown(finding.reason)}"
     if (d := finding.difference) is not None:
         text += f"\n    recorded: token {d.recorded_token}, log-probability {_number(d.recorded_logprob)}"
         if d.recorded_token != d.canonical_token:
             text += f" (the verifier's for it: {_number(d.recorded_token_canonical_logprob)})"
         text += f"\n    canonical: token {d.canonical_token}, log-probability {_number(d.canonical_logprob)}"
     for name, (theirs, ours) in finding.fields.items():
-        text += f"\n    {name}: {theirs!r} in the answer's manifest, {ours!r} in the verifier's"
+        values = f"{theirs!r} in the answer's manifest, {ours!r} in the verifier's"
+        text += f"\n    {_shown(name)}: {_shown(values)}"
     return text
+
+
+def _shown(text: str) -> str:
+    """What a record or a server says, in one line that any terminal takes: control characters, and what the
+    terminal's encoding lacks, are spelled out."""
+    plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return plain.encode(out.encoding, "backslashreplace").decode(out.encoding)
 
 
 def _number(value: float | None) -> str:

@@ -4,14 +4,18 @@ is audited all the same."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm42.claims import BadRecord, Claim, claims_of, manifest_of
+from llm42.audit_values import BadRecord
+from llm42.claims import Claim, claims_of, manifest_of
 from llm42.protocol import LLM42Error
 from llm42.receipt import InvalidReceipt
+
+log = logging.getLogger(__name__)
 
 
 class AuditFileError(LLM42Error):
@@ -68,6 +72,9 @@ def parse_lines(lines: Iterable[bytes]) -> Records:
             records.claims += claims
         except InvalidReceipt as error:
             records.bad.append(Bad(number, str(error)))
+        except Exception as error:  # a bug: the log has it, the other lines go on
+            log.exception("line %d could not be read", number)
+            records.bad.append(Bad(number, f"{type(error).__name__}: {error}"))
     return records
 
 

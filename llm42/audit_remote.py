@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +18,7 @@ from llm42.protocol import LLM42Error
 from llm42.receipt import Signature
 from llm42.verdict import Difference, Finding, Verdict
 
-BATCH_RECORDS, BATCH_BYTES = 32, 1 << 20
+BATCH_ANSWERS, BATCH_BYTES = 32, 1 << 20
 CONCURRENCY = 4
 ATTEMPTS = 8
 TIMEOUT_S = 1800.0
@@ -53,7 +54,7 @@ class RemoteAudit:
         self.fingerprint()
         manifests = [{"fingerprint": k, "manifest": v} for k, v in records.manifests.items()]
         batches: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
-        for batch in _batches(list(records.lines.items())):
+        for batch in _batches(records):
             batches.put(batch)
         lock = threading.Lock()
 
@@ -77,7 +78,7 @@ class RemoteAudit:
         try:
             results = self._call("/v1/audit", body)["results"]
             return [_finding(batch[r["record"]][0], r) for r in results]
-        except (ServerProblem, KeyError, TypeError, ValueError) as error:
+        except (ServerProblem, LookupError, TypeError, ValueError) as error:
             return [Finding(line, 0, f"line {line}", Verdict.FAILED, str(error)) for line, _ in batch]
 
     def _call(self, path: str, body: Any = None) -> dict[str, Any]:
@@ -106,16 +107,18 @@ def _message(error: urllib.error.HTTPError) -> str:
         return str(error.reason)
 
 
-def _batches(records: Numbered) -> Iterator[Numbered]:
+def _batches(records: Records) -> Iterator[Numbered]:
+    """Neighbours together, up to so many answers and bytes; a larger record goes alone."""
+    answers = Counter(claim.line for claim in records.claims)
     batch: Numbered = []
-    size = 0
-    for line, record in records:
+    count = size = 0
+    for line, record in records.lines.items():
         length = len(json.dumps(record))
-        if batch and (len(batch) == BATCH_RECORDS or size + length > BATCH_BYTES):
+        if batch and (count + answers[line] > BATCH_ANSWERS or size + length > BATCH_BYTES):
             yield batch
-            batch, size = [], 0
+            batch, count, size = [], 0, 0
         batch.append((line, record))
-        size += length
+        count, size = count + answers[line], size + length
     if batch:
         yield batch
 

@@ -7,17 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llm42.audit_values import BadRecord, floats_of, ids_of, object_of, require_plain, text_of
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import SamplingParams
-from llm42.receipt import InvalidReceipt, Receipt, require_token_ids, sampling_from_json
+from llm42.receipt import Receipt, sampling_from_json
 
 FLAT_FIELDS = frozenset(
     {"id", "fingerprint", "prompt", "prompt_len", "output", "logprobs", "sampling", "text", "manifest"}
 )
-
-
-class BadRecord(InvalidReceipt):
-    """One record cannot be audited as it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +34,14 @@ class Claim:
     output: tuple[int, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     text: str | None = None
+    finish: str | None = None
     receipt: Receipt | None = None
     body: Mapping[str, Any] | None = field(default=None, repr=False)
     manifest: Mapping[str, Any] | None = field(default=None, repr=False)
+    numbered: bool = False
+    """The record itself says which of the request's choices it is."""
+    contradiction: str = ""
+    """What the record says twice, and differently; then it is wrong whatever is canonical."""
 
 
 def manifest_of(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | None:
@@ -49,8 +51,9 @@ def manifest_of(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | Non
     """
     if set(value) - {"object", "status"} != {"fingerprint", "manifest"}:
         return None
-    name, manifest = value["fingerprint"], value["manifest"]
-    if not isinstance(manifest, Mapping):
+    require_plain(value)
+    name, manifest = value["fingerprint"], object_of(value, "manifest")
+    if manifest is None:
         raise BadRecord("manifest: a JSON object is needed")
     if fingerprint_of(manifest) != name:
         raise BadRecord(f"manifest: its fingerprint is {fingerprint_of(manifest)}, not {name!r}")
@@ -58,7 +61,8 @@ def manifest_of(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | Non
 
 
 def claims_of(value: Mapping[str, Any], line: int) -> list[Claim]:
-    """The outputs that a record holds: one, or one for each choice of a stored reply. Raises BadRecord."""
+    """The outputs that a record holds: one, or one for each choice of a reply. Raises InvalidReceipt."""
+    require_plain(value)
     if "response" in value:
         return list(_of_exchange(value, line))
     if "output_sha256" in value:
@@ -68,7 +72,7 @@ def claims_of(value: Mapping[str, Any], line: int) -> list[Claim]:
         return [_complete(_beside(_of_receipt(receipt, line), value))]
     if unknown := sorted(set(value) - FLAT_FIELDS - {"request"}):
         raise BadRecord(f"unknown field {unknown[0]!r}")
-    claim = Claim(line, 0, _text(value, "id") or f"line {line}", _text(value, "fingerprint") or "")
+    claim = Claim(line, 0, text_of(value, "id") or f"line {line}", text_of(value, "fingerprint") or "")
     return [_complete(_beside(claim, value))]
 
 
@@ -81,30 +85,50 @@ def _of_receipt(receipt: Receipt, line: int, choice: int = 0) -> Claim:
         receipt.prompt,
         receipt.sampling,
         receipt.output,
+        finish=receipt.finish,
         receipt=receipt,
     )
 
 
 def _beside(claim: Claim, value: Mapping[str, Any]) -> Claim:
-    """The claim with what stands beside it in the record; what it has already is not replaced."""
-    sampling, given = claim.sampling, value.get("sampling")
-    if sampling is None and given is not None:
-        sampling = sampling_from_json(given)
-    prompt = _ids(value, "prompt")
+    """The claim with what stands beside it in the record; what is there twice must be the same."""
+    given = value.get("sampling")
+    sampling = None if given is None else sampling_from_json(given)
+    prompt, output, body = ids_of(value, "prompt"), ids_of(value, "output"), _body(value)
     if "prompt_len" in value and prompt is not None and value["prompt_len"] != len(prompt):
         raise BadRecord(f"prompt_len is {value['prompt_len']!r}; the prompt has {len(prompt)} tokens")
-    if "manifest" in value and not isinstance(value["manifest"], Mapping):
-        raise BadRecord("manifest: a JSON object is needed")
+    twice = {
+        "fingerprint": (text_of(value, "fingerprint"), claim.fingerprint),
+        "prompt": (prompt, claim.prompt),
+        "output": (output, claim.output),
+        "sampling": (sampling, claim.sampling),
+    }
+    odd = _differing({f"{name} beside the receipt": pair for name, pair in twice.items()})
     return replace(
         claim,
-        prompt=prompt if prompt is not None else claim.prompt,
-        output=found if (found := _ids(value, "output")) is not None else claim.output,
-        logprobs=_floats(value, "logprobs"),
-        text=_text(value, "text"),
-        sampling=sampling,
-        body=_body(value),
-        manifest=value.get("manifest"),
+        prompt=claim.prompt if prompt is None else prompt,
+        output=claim.output if output is None else output,
+        logprobs=floats_of(value, "logprobs"),
+        text=text_of(value, "text"),
+        sampling=claim.sampling or sampling,
+        body=body,
+        manifest=object_of(value, "manifest"),
+        contradiction=odd or _differing({"request's model": (_model(body), _model_of(claim.receipt))}),
     )
+
+
+def _differing(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+    """The first thing that is there twice and differs, in words; empty when there is none."""
+    odd = [name for name, (a, b) in pairs.items() if a is not None and b is not None and a != b]
+    return f"the record contradicts itself: the {odd[0]} is another one" if odd else ""
+
+
+def _model(body: Mapping[str, Any] | None) -> Any:
+    return None if body is None else body.get("model")
+
+
+def _model_of(receipt: Receipt | None) -> str | None:
+    return None if receipt is None else receipt.model
 
 
 def _body(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -121,39 +145,59 @@ def _of_exchange(value: Mapping[str, Any], line: int) -> Iterator[Claim]:
     body, reply = _body(value), value["response"]
     if not isinstance(reply, Mapping) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
         raise BadRecord("response: a whole reply with choices is needed")
-    evidence = reply.get("llm42") or {}
-    if not isinstance(evidence, Mapping):
-        raise BadRecord("response.llm42: a JSON object is needed")
-    if body is not None:
-        if body.get("echo"):
-            raise BadRecord("request.echo: the reply repeats the prompt; store token ids or a receipt")
-        body = {**body, "seed": evidence["seed"]} if evidence.get("seed") is not None else body
-    receipts = _receipts(evidence, len(reply["choices"]))
+    evidence = object_of(reply, "llm42") or {}
+    if body is not None and body.get("echo"):
+        raise BadRecord("request.echo: the reply repeats the prompt; store token ids or a receipt")
+    seed = evidence.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise BadRecord("response.llm42.seed: a whole number is needed")
+    seeds = (None if body is None else body.get("seed"), seed)
+    odd = _differing({"seed of the reply": seeds, "model of the reply": (_model(body), _model(reply))})
+    if body is not None and seed is not None and body.get("seed") is None:
+        body = {**body, "seed": seed}
+    receipts, seen = _receipts(evidence, len(reply["choices"])), set[int]()
     for position, choice in enumerate(reply["choices"]):
         if not isinstance(choice, Mapping):
             raise BadRecord("response.choices: JSON objects are needed")
         index = choice.get("index", position)
-        if type(index) is not int or index < 0:
-            raise BadRecord(f"response.choices: {index!r} is no index")
-        name = _text(value, "id") or _text(reply, "id") or f"line {line}"
-        claim = Claim(line, index, name, _text(reply, "system_fingerprint") or "")
-        if receipts[position] is not None:
-            claim = _of_receipt(receipts[position], line, index)
-        prompt, output = _ids(choice, "prompt_token_ids"), _ids(choice, "token_ids")
-        yield _complete(
-            replace(
-                claim,
-                prompt=claim.prompt if prompt is None else prompt,
-                output=claim.output if output is None else output,
-                logprobs=_choice_logprobs(choice),
-                text=_choice_text(choice),
-                body=body,
-                manifest=value.get("manifest"),
-            )
-        )
+        if type(index) is not int or index < 0 or index in seen:
+            raise BadRecord(f"response.choices: {index!r} is no index, or there twice")
+        seen.add(index)
+        name = text_of(value, "id") or text_of(reply, "id") or f"line {line}"
+        claim = Claim(line, index, name, text_of(reply, "system_fingerprint") or "", contradiction=odd)
+        claim = _of_choice(claim, choice, reply, receipts[position])
+        yield _complete(replace(claim, body=body, manifest=object_of(value, "manifest")))
 
 
-def _receipts(evidence: Mapping[str, Any], choices: int) -> Sequence[Any]:
+def _of_choice(
+    claim: Claim, choice: Mapping[str, Any], reply: Mapping[str, Any], receipt: Receipt | None
+) -> Claim:
+    """The claim with what one choice of a reply says."""
+    prompt, output = ids_of(choice, "prompt_token_ids"), ids_of(choice, "token_ids")
+    finish, odd = text_of(choice, "finish_reason"), claim.contradiction
+    if receipt is not None:
+        twice = {
+            "system_fingerprint": (text_of(reply, "system_fingerprint"), receipt.fingerprint),
+            "model": (_model(reply), receipt.model),
+            "finish_reason": (finish, receipt.finish),
+            "prompt_token_ids": (prompt, receipt.prompt),
+            "token_ids": (output, receipt.output),
+        }
+        odd = odd or _differing({f"reply's {name} beside the receipt": p for name, p in twice.items()})
+        claim = _of_receipt(receipt, claim.line, claim.choice)
+    return replace(
+        claim,
+        prompt=claim.prompt if prompt is None else prompt,
+        output=claim.output if output is None else output,
+        logprobs=_choice_logprobs(choice),
+        text=_choice_text(choice),
+        finish=claim.finish if finish is None else finish,
+        numbered=True,
+        contradiction=odd,
+    )
+
+
+def _receipts(evidence: Mapping[str, Any], choices: int) -> Sequence[Receipt | None]:
     single, several = evidence.get("receipt"), evidence.get("receipts")
     found = [single] if single is not None else several
     if found is None:
@@ -165,7 +209,7 @@ def _receipts(evidence: Mapping[str, Any], choices: int) -> Sequence[Any]:
 
 def _choice_text(choice: Mapping[str, Any]) -> str | None:
     message = choice.get("message")
-    return _text(message, "content") if isinstance(message, Mapping) else _text(choice, "text")
+    return text_of(message, "content") if isinstance(message, Mapping) else text_of(choice, "text")
 
 
 def _choice_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
@@ -176,8 +220,8 @@ def _choice_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
     if isinstance(content, list):
         if not all(isinstance(entry, Mapping) for entry in content):
             raise BadRecord("logprobs.content: JSON objects are needed")
-        return _floats({"logprobs": [entry.get("logprob") for entry in content]}, "logprobs")
-    return _floats(found, "token_logprobs")
+        return floats_of({"logprobs": [entry.get("logprob") for entry in content]}, "logprobs")
+    return floats_of(found, "token_logprobs")
 
 
 def _complete(claim: Claim) -> Claim:
@@ -199,32 +243,3 @@ def _complete(claim: Claim) -> Claim:
     if claim.logprobs is not None and claim.output is not None and len(claim.logprobs) != len(claim.output):
         raise BadRecord(f"{len(claim.logprobs)} logprobs for {len(claim.output)} output tokens")
     return claim
-
-
-def _text(value: Mapping[str, Any], name: str) -> str | None:
-    found = value.get(name)
-    if found is not None and not isinstance(found, str):
-        raise BadRecord(f"{name}: text is needed")
-    return found
-
-
-def _ids(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    found = value.get(name)
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(type(t) is int for t in found):
-        raise BadRecord(f"{name}: a list of token ids is needed")
-    require_token_ids(found, name)
-    return tuple(found)
-
-
-def _floats(value: Mapping[str, Any], name: str) -> tuple[float, ...] | None:
-    found = value.get(name)
-    if found is None:
-        return None
-    if not isinstance(found, list) or not all(type(p) in (int, float) for p in found):
-        raise BadRecord(f"{name}: a list of numbers is needed")
-    try:
-        return tuple(float(p) for p in found)
-    except OverflowError as error:
-        raise BadRecord(f"{name}: {error}") from error

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from llm42.audit_question import Questions
 from llm42.canon import Canon, Planner, patiently
 from llm42.claims import Claim
 from llm42.config import AuditSettings
@@ -38,6 +39,7 @@ from llm42.verdict import (
     Verdict,
     canonical,
     first_difference,
+    logprob_problem,
     question_problem,
     receipt_problem,
     text_problem,
@@ -49,12 +51,19 @@ REGENERATIONS = 8
 """Outputs that are generated again at a time, for each of `audit.concurrency`."""
 
 
+def windows_per_call(max_waiting: int, concurrency: int) -> int:
+    """Such that the calls of an audit together fill at most half of a verifier's queue: the other half is for
+    live requests (verifier.max_waiting, audit.concurrency)."""
+    return max(1, max_waiting // (2 * concurrency))
+
+
 @dataclass(slots=True)
 class _Case:
     """A claim on its way to a finding."""
 
     claim: Claim
     request: Request
+    """As it was sent."""
     signature: Signature
     output: tuple[int, ...] | None
     windows: list[Window] = field(default_factory=list)
@@ -81,10 +90,13 @@ class Replayer:
         tokenizer: Tokenizer,
         planner: Planner,
         manifests: Mapping[str, Mapping[str, Any]] | None = None,
+        batch_windows: int = 64,
     ) -> None:
-        """manifests: of other fingerprints, so that a difference can be explained."""
+        """manifests: of other fingerprints, so that a difference can be explained. batch_windows: most
+        windows in one call (`windows_per_call`)."""
         self._canon, self._settings, self._keyring = canon, settings, keyring
-        self._tokenizer, self._planner, self._manifests = tokenizer, planner, manifests or {}
+        self._tokenizer, self._manifests = tokenizer, manifests or {}
+        self._questions, self._batch_windows = Questions(planner, tokenizer.vocab_size), batch_windows
         self._run = uuid.uuid4().hex[:12]
         self.fingerprint: str | None = None
         self._manifest: Mapping[str, Any] = {}
@@ -100,7 +112,8 @@ class Replayer:
                 found(case)
             else:
                 (replays if case.windows else regenerations).append(case)
-        batches, again = iter(_batches(replays, self._settings.batch_tokens)), iter(regenerations)
+        bounds = self._settings.batch_tokens, self._batch_windows
+        batches, again = iter(_batches(replays, *bounds)), iter(regenerations)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._settings.concurrency):
                 tasks.create_task(self._replay_all(batches, found))
@@ -112,43 +125,34 @@ class Replayer:
 
     def _case(self, claim: Claim) -> _Case | Finding:
         """What is to be computed, or a finding where that is not needed."""
-        receipt = claim.receipt
-        signature = self._keyring.check(receipt) if receipt else Signature.UNSIGNED
+        signature = self._keyring.check(claim.receipt) if claim.receipt else Signature.UNSIGNED
         place = (claim.line, claim.choice, claim.id)
-        if signature == Signature.INVALID:
-            text = "the receipt's HMAC is not that of its content: it was changed, or signed with another key"
-            return Finding(*place, Verdict.BAD_SIGNATURE, text, signature)
-        if claim.fingerprint != self.fingerprint:
-            return self._other_fingerprint(claim, claim.fingerprint, signature)
         try:
-            request = self._request(claim)
+            return self._asked(claim, signature)
         except LLM42Error as error:
             return Finding(*place, Verdict.FAILED, f"the stored request: {error}", signature)
+        except Exception as error:
+            return Finding(*place, Verdict.FAILED, _told(error), signature)
+
+    def _asked(self, claim: Claim, signature: Signature) -> _Case | Finding:
+        """The same. Raises LLM42Error for a question that cannot have been asked."""
+        if signature == Signature.INVALID:
+            text = "the receipt's HMAC is not that of its content: it was changed, or signed with another key"
+            return Finding(claim.line, claim.choice, claim.id, Verdict.BAD_SIGNATURE, text, signature)
+        if claim.fingerprint != self.fingerprint:
+            return self._other_fingerprint(claim, claim.fingerprint, signature)
+        if claim.contradiction:
+            place = (claim.line, claim.choice, claim.id)
+            return Finding(*place, Verdict.DIFFERS, claim.contradiction, signature)
+        request = self._questions.of(claim, f"audit-{self._run}-{claim.line}-{claim.choice}")
         if request.max_tokens < 1:
-            text = "the stored request asks for no output: there is nothing to compare"
-            return Finding(*place, Verdict.FAILED, text, signature)
+            raise LLM42Error("it asks for no output: there is nothing to compare")
         case = _Case(claim, request, signature, claim.output)
         if problem := question_problem(claim, request):
             return case.finding(Verdict.DIFFERS, problem)
         if claim.output is not None:
             case.windows = windows_of(request, claim.output, self._settings.max_window)
         return case
-
-    def _request(self, claim: Claim) -> Request:
-        """The question. Where only a receipt's hash is known, tokens are generated up to its length."""
-        name = f"audit-{self._run}-{claim.line}-{claim.choice}"
-        if claim.body is not None:
-            planned = self._planner(claim.body)
-            if claim.choice >= len(planned):
-                raise LLM42Error(f"it has no choice {claim.choice}")
-            request = planned[claim.choice]
-        else:
-            assert claim.prompt is not None
-            assert claim.sampling is not None
-            request = Request(name, claim.prompt, 1, claim.sampling)
-        if claim.output is None and claim.receipt is not None:
-            request = replace(request, max_tokens=claim.receipt.output_len, stop=(), stop_token_ids=())
-        return replace(request, request_id=name, deterministic=True, num_logprobs=0, prompt_logprobs=None)
 
     def _other_fingerprint(self, claim: Claim, name: str, signature: Signature) -> Finding:
         manifest, fields = claim.manifest or self._manifests.get(name), {}
@@ -175,10 +179,23 @@ class Replayer:
                     found(case.finding(Verdict.FAILED, _told(error)))
                 continue
             for case in batch:
-                found(await self._judge(case, [next(answers) for _ in case.windows]))
+                own = [next(answers) for _ in case.windows]
+                found(await self._guarded(case, self._judge(case, own)))
 
     async def _answers(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        return await patiently(partial(self._canon.replay, windows))
+        """In order; never more than `batch_windows` of them wait in one verifier."""
+        found: list[Commit | Failure] = []
+        for start in range(0, len(windows), self._batch_windows):
+            some = windows[start : start + self._batch_windows]
+            found += await patiently(partial(self._canon.replay, some))
+        return found
+
+    async def _guarded(self, case: _Case, finding: Awaitable[Finding]) -> Finding:
+        """What goes wrong with one claim is that claim's finding."""
+        try:
+            return await finding
+        except Exception as error:
+            return case.finding(Verdict.FAILED, _told(error))
 
     async def _judge(self, case: _Case, answers: Sequence[Commit | Failure]) -> Finding:
         """Compares what was recorded with what was computed."""
@@ -225,41 +242,28 @@ class Replayer:
 
     async def _regenerate_all(self, cases: Any, found: Callable[[Finding], None]) -> None:
         for case in cases:
-            try:
-                found(await patiently(partial(self._regenerate, case)))
-            except Exception as error:
-                found(case.finding(Verdict.FAILED, _told(error)))
+            found(await self._guarded(case, patiently(partial(self._regenerate, case))))
 
     async def _regenerate(self, case: _Case) -> Finding:
-        claim, text = case.claim, ""
+        """As many tokens as the receipt says; where there is none, until the request's own end."""
+        claim, request = case.claim, case.request
+        if claim.receipt is not None:
+            request = replace(request, max_tokens=claim.receipt.output_len, stop=(), stop_token_ids=())
         output: list[int] = []
         entries: list[TokenLogprob] = []
-        async with aclosing(self._canon.regenerate(case.request)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._canon.regenerate(request)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 if delta.fingerprint not in (None, claim.fingerprint):
                     return self._other_fingerprint(claim, claim.fingerprint, case.signature)
                 output += delta.token_ids
                 entries += delta.logprobs
-                text += delta.text
-        rows = len(case.request.prompt) + len(output)
-        problem = self._regenerated_problem(claim, output, entries, text)
-        verdict = Verdict.DIFFERS if problem else Verdict.CONFIRMED
-        return case.finding(verdict, problem, tokens=len(output), rows=rows)
-
-    def _regenerated_problem(
-        self, claim: Claim, output: Sequence[int], entries: Sequence[TokenLogprob], text: str
-    ) -> str:
+        problem = ""
         if claim.receipt is not None:
-            return receipt_problem(claim.receipt, output, [p.logprob for p in entries])
-        if text != claim.text:
-            assert claim.text is not None
-            same = next((i for i, (a, b) in enumerate(zip(text, claim.text, strict=False)) if a != b), None)
-            at = min(len(text), len(claim.text)) if same is None else same
-            return f"the text differs from character {at} on: {text[at : at + 24]!r} is canonical"
-        if claim.logprobs is None:
-            return ""
-        found = [finite(p.logprob) for p in entries]
-        return "" if found == list(claim.logprobs) else "the log-probabilities are not the canonical ones"
+            problem = receipt_problem(claim.receipt, output, [p.logprob for p in entries])
+        problem = problem or text_problem(claim, case.request, output, self._tokenizer)
+        problem = problem or logprob_problem(claim.logprobs, entries)
+        counted = {"tokens": len(output), "rows": len(request.prompt) + len(output)}
+        return case.finding(Verdict.DIFFERS if problem else Verdict.CONFIRMED, problem, **counted)
 
 
 def _told(error: Exception) -> str:
@@ -270,14 +274,14 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _batches(cases: Sequence[_Case], most: int) -> list[list[_Case]]:
-    """Neighbours together, up to `most` positions; a longer one goes alone."""
+def _batches(cases: Sequence[_Case], most_rows: int, most_windows: int) -> list[list[_Case]]:
+    """Neighbours together, up to so many positions and windows; a longer one goes alone."""
     batches: list[list[_Case]] = []
-    rows = most
+    rows, windows = most_rows, 0
     for case in cases:
-        if not batches or rows + case.rows > most:
+        rows, windows = rows + case.rows, windows + len(case.windows)
+        if not batches or rows > most_rows or windows > most_windows:
             batches.append([])
-            rows = 0
+            rows, windows = case.rows, len(case.windows)
         batches[-1].append(case)
-        rows += case.rows
     return batches

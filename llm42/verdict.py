@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from llm42.audit_question import prompt_fits
 from llm42.claims import Claim
-from llm42.protocol import Commit, Request, TokenLogprob, Window
+from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
 from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
 from llm42.text import OutputText
 from llm42.tokenizer import Tokenizer
@@ -133,38 +134,66 @@ def receipt_problem(receipt: Receipt, output: Sequence[int], logprobs: Sequence[
     return ""
 
 
+def logprob_problem(recorded: Sequence[float] | None, found: Sequence[TokenLogprob]) -> str:
+    """How canonical log-probabilities contradict recorded ones, bit for bit; empty when they do not."""
+    if recorded is None:
+        return ""
+    if len(recorded) != len(found):
+        return f"{len(recorded)} log-probabilities are stored; the canonical answer has {len(found)}"
+    pairs = zip(recorded, found, strict=True)
+    odd = [i for i, (value, entry) in enumerate(pairs) if bits(value) != bits(finite(entry.logprob))]
+    return f"the log-probabilities are not the canonical ones, from token {odd[0]} on" if odd else ""
+
+
 def question_problem(claim: Claim, request: Request) -> str:
-    """How the record contradicts itself about what was asked; empty when it does not."""
-    receipt = claim.receipt
+    """How the record contradicts itself about what was asked, and how much of it; empty when it does not.
+
+    request: as it was sent; where no body is stored, its max_tokens is not known and not looked at.
+    """
+    receipt, length = claim.receipt, len(claim.output or ())
     if claim.prompt is not None and claim.prompt != request.prompt:
         return "the stored prompt tokens are not those of the stored request"
-    if receipt is None:
-        return ""
-    if receipt.prompt_len != len(request.prompt) or receipt.prompt_sha256 != token_hash(request.prompt):
+    if receipt is not None and not prompt_fits(receipt, request.prompt):
         return "the prompt does not have the receipt's length and hash (prompt_sha256)"
-    if receipt.sampling != request.sampling:
-        return "the receipt's sampling is not that of the stored request"
+    if claim.sampling is not None and claim.sampling != request.sampling:
+        whose = "the stored" if receipt is None else "the receipt's"
+        return f"{whose} sampling is not that of the stored request"
+    if receipt is not None and claim.output is None:
+        length = receipt.output_len
+    if claim.body is not None and length > request.max_tokens:
+        return f"the output has {length} tokens; the request allows {request.max_tokens} (max_tokens)"
     return ""
 
 
 def text_problem(claim: Claim, request: Request, output: Sequence[int], tokenizer: Tokenizer) -> str:
     """How canonical tokens contradict the record's text and end; empty when they do not.
 
-    Without the request, stop strings are unknown: then the text may be a beginning of the tokens' text.
+    Without the request, stop strings are unknown: then the text may be a beginning of the tokens' text, and
+    nothing is known of the end.
     """
-    text = OutputText(tokenizer, request.stop, request.include_stop)
+    text = OutputText.of(tokenizer, request)
     shown, used = text.push(output)
     shown += text.flush()
+    partly = claim.body is None and claim.text is not None and shown.startswith(claim.text)
+    if claim.text not in (None, shown) and not partly:
+        return _differing_text(claim.text or "", shown)
     if claim.body is None:
-        same = claim.text is None or shown.startswith(claim.text)
-        return "" if same else "the stored text is not that of the tokens"
-    if claim.text is not None and claim.text != shown:
-        return "the stored text is not that of the tokens"
-    ended = text.stopped or output[-1] in request.stop_token_ids or len(output) == request.max_tokens
+        return ""
+    stopped = text.stopped or output[-1] in request.stop_token_ids
     early = any(token in request.stop_token_ids for token in output[:-1]) or used < len(output)
-    if early or not ended:
+    if early or not (stopped or len(output) == request.max_tokens):
         return f"the output does not end where the request says: it has {len(output)} tokens"
+    finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+    if claim.finish is not None and claim.finish != finish:
+        return f"the stored finish reason is {claim.finish!r}; the output ends with {finish.value!r}"
     return ""
+
+
+def _differing_text(stored: str, canonical: str) -> str:
+    same = (i for i, (a, b) in enumerate(zip(canonical, stored, strict=False)) if a != b)
+    at = next(same, min(len(canonical), len(stored)))
+    there = canonical[at : at + 24]
+    return f"the stored text is not that of the tokens: from character {at} on, {there!r} is canonical"
 
 
 def throughput(findings: Sequence[Finding], seconds: float) -> dict[str, float]:

@@ -5,97 +5,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from deployments.http_app import Status, create_app
 from llm42.config import Settings
-from llm42.driver import Generator
 from llm42.fingerprint import fingerprint
-from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.receipt import Keyring, Receipt, Signature, logprob_hash, token_hash
-from llm42.tokenizer import Tokenizer
-from llm42.verifier.core import Verifier
+from tests.audit_support import (
+    ASK,
+    CHAT,
+    FINGERPRINT,
+    MANIFEST,
+    SECRET,
+    audit,
+    client,
+    post,
+    signing_settings,
+)
 from tests.support import Lab
-
-MANIFEST = {"device": {"threads": 1}}
-FINGERPRINT = fingerprint(MANIFEST)
-SECRET = b"0123456789abcdef"
-ASK: dict[str, Any] = {"model": "tiny", "prompt": "hello there", "max_tokens": 12, "deterministic": True}
-CHAT: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "hi"}],
-    "max_tokens": 9,
-    "deterministic": True,
-}
-
-
-@dataclass
-class LocalBackend:
-    """deployments.http_app.Backend in one process."""
-
-    generator: Generator
-    verifier: Verifier
-    up: bool = True
-
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        async for delta in self.generator.generate(request):
-            yield replace(delta, replica="replica-a", verifier="verifier-b" if request.deterministic else "")
-
-    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
-        if not self.up:
-            raise VerifierUnavailable("No verifier is ready.")
-        return FINGERPRINT, MANIFEST
-
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        return await self.verifier.verify_async(windows, cold=True)
-
-    async def status(self) -> Status:
-        return Status(serving=True)
 
 
 @pytest.fixture
 def settings(lab: Lab, tmp_path: Path) -> Settings:
     """The lab's, with a key and a chat template."""
-    (tmp_path / "key").write_bytes(SECRET)
-    tree, model = lab.settings.model_dump(mode="json"), tmp_path / "model"
-    shutil.copytree(lab.settings.model.path, model)
-    named = json.loads((model / "tokenizer_config.json").read_text())
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps(named | {"chat_template": template}))
-    tree["model"]["path"] = str(model)
-    return Settings.load(tree | {"audit": {"keys": {"k1": str(tmp_path / "key")}, "signing_key": "k1"}})
-
-
-@asynccontextmanager
-async def client(lab: Lab, settings: Settings) -> AsyncIterator[tuple[httpx.AsyncClient, LocalBackend]]:
-    verifier = lab.verifier()
-    verifier.fingerprint = FINGERPRINT
-    backend = LocalBackend(lab.generator(lab.engine(corrupt_share=0.1), verifier.start()), verifier)
-    tokenizer = Tokenizer.load(settings.model.path)
-    transport = httpx.ASGITransport(create_app(settings, tokenizer, backend))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
-        yield http, backend
-
-
-async def post(http: httpx.AsyncClient, path: str, body: Any, status: int = 200) -> Any:
-    reply = await http.post(path, json=body)
-    assert reply.status_code == status, reply.text
-    return reply.json()
-
-
-async def audit(http: httpx.AsyncClient, records: list[Any], **more: Any) -> list[dict[str, Any]]:
-    reply = await post(http, "/v1/audit", {"records": records, **more})
-    assert reply["fingerprint"] == FINGERPRINT
-    results: list[dict[str, Any]] = reply["results"]
-    return results
+    return signing_settings(lab, tmp_path)
 
 
 async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:
