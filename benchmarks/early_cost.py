@@ -247,8 +247,9 @@ class _Silent:
 
     stopped = False
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    @classmethod
+    def of(cls, *_: Any) -> _Silent:
+        return cls()
 
     def push(self, tokens: Sequence[int]) -> tuple[str, int]:
         return "", len(tokens)

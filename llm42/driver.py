@@ -59,7 +59,7 @@ class Generator:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
         run = self._deterministic if request.deterministic else self._best_effort
-        text = OutputText(self.tokenizer, request.stop, request.include_stop)
+        text = OutputText.of(self.tokenizer, request)
         text.push(request.output)  # the client has it: what follows is the same as if it had come from here
         async with aclosing(run(request, text)) as deltas:
             async for delta in deltas:

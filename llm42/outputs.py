@@ -30,7 +30,7 @@ def to_delta(
     session: Session | None = None,
     fingerprint: str | None = None,
 ) -> Delta:
-    """Turns tokens into what the client gets; a stop string in their text ends the output."""
+    """Turns tokens into what the client gets; a stop string in their text, or a stop token, ends it."""
     piece, used = text.push(tokens)
     if finish is not None and not text.stopped:
         piece += text.flush()

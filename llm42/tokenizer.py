@@ -106,17 +106,22 @@ class Detokenizer:
     """Text of a growing sequence: releases whole characters only, and never takes one back.
 
     The concatenation of all `push` results and `flush` equals `Tokenizer.decode` of all ids, however they
-    are cut into pushes.
-    Work is O(1) amortised per token. Cheap to copy (`copy.copy`).
+    are cut into pushes; with a `prompt`, what they add to its text: SentencePiece drops a space at the
+    start of the whole, not where the output begins. O(1) amortised per token, cheap to copy (`copy.copy`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, prompt: Iterable[int] = ()) -> None:
         self._pieces = tokenizer._pieces
         self._skip = tokenizer._special_ids if skip_special else frozenset[int]()
         self._held = b""
         """Bytes that may still become a character; with byte fallback, the current run of byte tokens."""
         self._strip = self._pieces.strip
         """Spaces still to be removed at the very start of the text."""
+        for token in prompt:
+            if not self._strip:
+                break
+            self.push([token])
+        self.flush()
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that the new ids complete."""

@@ -38,7 +38,7 @@ from llm42.protocol import (
     Window,
 )
 from llm42.threads import set_threads, torch_threads
-from llm42.tokenizer import Tokenizer
+from llm42.tokenizer import Detokenizer, Tokenizer
 from llm42.verifier.build import certificate_for, load_for
 from llm42.verifier.certify import Certificate, canonical_set
 from llm42.verifier.core import Verifier
@@ -351,8 +351,10 @@ class Lab:
                 logprobs += commit.logprobs
                 finish = _ended(request, tokens)
                 # "replace" turns a character that is not complete yet into U+FFFD: wait for its end
-                text = self.tokenizer.decode(tokens)
-                cut = _first_stop(text, request)
+                ended = tokens[-1] in request.stop_token_ids and not request.include_stop
+                text = self.tokenizer.decode(tokens[:-1] if ended else tokens)
+                least = len(Detokenizer(self.tokenizer).push(tokens[: request.sampling.min_tokens]))
+                cut = _first_stop(text, request, least)
                 if cut is not None:
                     finish, text = FinishReason.STOP, text[:cut]
         shown = tuple(logprobs) if request.num_logprobs is not None else ()
@@ -371,9 +373,11 @@ def _ended(request: Request, tokens: list[int]) -> FinishReason | None:
     return FinishReason.LENGTH if len(tokens) >= request.max_tokens else None
 
 
-def _first_stop(text: str, request: Request) -> int | None:
-    """Where the text ends because of a stop string, or None."""
-    found = [(text.find(s), s) for s in request.stop if s in text]
+def _first_stop(text: str, request: Request, least: int) -> int | None:
+    """Where the text ends because of a stop string that is complete only after `least` characters, or
+    None."""
+    starts = [(at, s) for s in request.stop for at in range(len(text)) if text.startswith(s, at)]
+    found = [(at, s) for at, s in starts if not request.sampling.min_tokens or at + len(s) > least]
     if not found:
         return None
     at, stop = min(found)

@@ -15,6 +15,8 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from llm42 import text as text_module
+from llm42.outputs import to_delta
+from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
 from llm42.text import OutputText
 from llm42.tokenizer import Detokenizer, Tokenizer
 from tests.support import write_model
@@ -44,18 +46,23 @@ FALLBACK = byte_fallback()
 
 
 def expected(
-    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], include: bool
+    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], include: bool, least: int = 0
 ) -> tuple[str, int, bool]:
-    """(text, tokens used, stopped) by searching the whole text anew after every token."""
+    """(text, tokens used, stopped) by searching the whole text anew after every token; `least`: tokens in
+    whose text no stop string counts."""
+    exempt = len(Detokenizer(tokenizer).push(tokens[:least])) if least else 0
+
+    def first(text: str) -> tuple[int, str] | None:
+        places = ((at, s) for s in stop for at in range(len(text)) if text.startswith(s, at))
+        return min(((at, s) for at, s in places if at + len(s) > exempt), default=None)
+
     for used in range(1, len(tokens) + 1):
         text = Detokenizer(tokenizer).push(tokens[:used])
-        found = min(((text.index(s), s) for s in stop if s in text), default=None)
-        if found is not None:
+        if used > least and (found := first(text)) is not None:
             at, s = found
             return text[: at + (len(s) if include else 0)], used, True
     text = tokenizer.decode(tokens)
-    found = min(((text.index(s), s) for s in stop if s in text), default=None)
-    if found is None:
+    if len(tokens) <= least or (found := first(text)) is None:
         return text, len(tokens), False
     at, s = found
     return text[: at + (len(s) if include else 0)], len(tokens), True
@@ -76,8 +83,9 @@ def show(
     groups: Sequence[Sequence[int]],
     stop: Sequence[str],
     include: bool,
+    least: int = 0,
 ) -> Shown:
-    out = make(tokenizer, stop, include)
+    out = make(tokenizer, stop, include, min_tokens=least)
     shown = Shown([], 0, False)
     for group in groups:
         piece, used = out.push(group)
@@ -96,17 +104,18 @@ def faults(
     groups: Sequence[Sequence[int]],
     stop: Sequence[str],
     include: bool,
+    least: int = 0,
 ) -> list[str]:
     """The broken properties of one output."""
     tokens = [t for group in groups for t in group]
-    text, used, stopped = expected(tokenizer, tokens, stop, include)
-    shown = show(make, tokenizer, groups, stop, include)
+    text, used, stopped = expected(tokenizer, tokens, stop, include, least)
+    shown = show(make, tokenizer, groups, stop, include, least)
     found = []
     if (shown.used, shown.stopped) != (used, stopped):
         found.append(f"{shown.used} tokens, stopped {shown.stopped} instead of {used}, {stopped}")
     if "".join(shown.pieces) != text:
         found.append(f"text {''.join(shown.pieces)!r} instead of {text!r}")
-    if not include and any(s in "".join(shown.pieces) for s in stop):
+    if not include and not least and any(s in "".join(shown.pieces) for s in stop):
         found.append("a stop string is shown")
     seen = ""
     for piece in shown.pieces:
@@ -159,6 +168,22 @@ def test_byte_fallback_tokenizers(
     tokens: list[int], stop: tuple[str, ...], include: bool, cuts: list[int]
 ) -> None:
     assert faults(OutputText, FALLBACK, grouped(tokens, cuts), stop, include) == []
+
+
+@settings(max_examples=600, deadline=None)
+@given(text=TEXTS, stop=STOPS, include=st.booleans(), cuts=CUTS, least=st.integers(1, 30))
+@example("aaaa", ("aa",), False, [], 3)
+@example("xabc", ("xab!", "ab", "abc"), False, [], 3)
+@example("xabcab", ("xab!", "ab"), True, [1, 4], 3)
+@example("ab€", ("€",), False, [], 4)
+def test_stop_strings_wait_for_the_minimum(
+    byte_level: Tokenizer, text: str, stop: tuple[str, ...], include: bool, cuts: list[int], least: int
+) -> None:
+    """A stop string ends the output where it ends past the text of the first min_tokens tokens; a request
+    that goes on elsewhere counts what the client has."""
+    tokens = tokens_of(byte_level, text)
+    groups = grouped(tokens, cuts)
+    assert faults(OutputText, byte_level, groups, stop, include, least) == []
 
 
 # ---- broken variants: the same checker must notice each
@@ -240,12 +265,104 @@ def test_control_not_holding_back_leaks(byte_level: Tokenizer, monkeypatch: pyte
     assert noticed(OutputText, byte_level)
 
 
+class ForgetsTheMinimum(OutputText):
+    """Stop strings count from the first token."""
+
+    def _add(self, piece: str) -> str:
+        self.min_tokens = 0
+        return OutputText._add(self, piece)
+
+
+class ExemptsTheBeginning(OutputText):
+    """A stop string must begin after the minimum, not only end there."""
+
+    def _find(self, stop: str) -> int:
+        return self._held.find(stop, self._exempt)
+
+
+@pytest.mark.parametrize("broken", [ForgetsTheMinimum, ExemptsTheBeginning])
+def test_control_a_wrong_minimum_is_noticed(byte_level: Tokenizer, broken: type[OutputText]) -> None:
+    tokens = [[t] for t in tokens_of(byte_level, "xabcab")]
+    assert faults(OutputText, byte_level, tokens, ("bca", "ab"), False, 3) == []
+    assert faults(broken, byte_level, tokens, ("bca", "ab"), False, 3) != []
+
+
 # ---- single cases
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """One token per byte, so that every border lies between two tokens."""
     return [t for char in text for t in tokenizer.encode(char)]
+
+
+@pytest.mark.parametrize(("include", "want"), [(False, "xa"), (True, "xab")])
+def test_a_stop_tokens_text_is_left_out(byte_level: Tokenizer, include: bool, want: str) -> None:
+    """A word, or an end token that is not marked as special; what was held back is shown before it."""
+    x, a, b = tokens_of(byte_level, "xab")
+    request = Request("r", (5,), 9, stop=("ac",), stop_token_ids=(b,), include_stop=include)
+    out = OutputText.of(byte_level, request)
+    assert out.push([x, a]) == ("x", 2)
+    piece, used = out.push([b])
+    assert (piece, used) == (want[1:], 1)
+    assert out.stopped == (not include), "the engine ends it in any case"
+    assert out.flush() == ""
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_delta_with_a_stop_token(byte_level: Tokenizer, include: bool) -> None:
+    """The token itself, and its log-probability, are part of the answer."""
+    a, b, c = tokens_of(byte_level, "abc")
+    request = Request("r", (5,), 9, stop_token_ids=(b,), include_stop=include, num_logprobs=0)
+    entries = [TokenLogprob(t, -1.0) for t in (a, b)]
+    text = OutputText.of(byte_level, request)
+    made = to_delta(byte_level, request, text, [a, b], entries, FinishReason.STOP)
+    assert made.text == ("ab" if include else "a")
+    assert (made.token_ids, made.logprobs) == ((a, b), tuple(entries))
+    assert made.finish_reason is FinishReason.STOP
+    assert OutputText.of(byte_level, request).push([c]) == ("c", 1)
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_an_output_that_goes_on_elsewhere_counts_from_its_beginning(byte_level: Tokenizer, cut: int) -> None:
+    """Another replica starts with what the client has (Request.output): same minimum, same text."""
+    tokens = tokens_of(byte_level, "ab ab abab")
+    request = Request("r", (5,), 20, SamplingParams(min_tokens=7), stop=("ab",))
+    first, second = OutputText.of(byte_level, request), OutputText.of(byte_level, request)
+    before, _ = first.push(tokens[:cut])
+    assert second.push(tokens[:cut]) == (before, cut)
+    after, used = second.push(tokens[cut:])
+    assert (before + after, cut + used, second.stopped) == ("ab ab ", 8, True)
+
+
+WORDS = {name: FALLBACK.backend.token_to_id(name) for name in ("\u2581", "\u2581a", "a", "b")}
+
+
+def test_an_output_keeps_its_first_space(byte_level: Tokenizer) -> None:
+    """SentencePiece drops a space at the start of a text: that is the prompt's, when there is one."""
+    hello, world = [WORDS["\u2581a"]], [WORDS["\u2581a"], WORDS["b"]]
+    out = OutputText.of(FALLBACK, Request("r", tuple(hello), 9))
+    shown = out.push(world)[0] + out.flush()
+    assert shown == " ab" == "".join(FALLBACK.token_text(t) for t in world)
+    assert FALLBACK.decode(hello) + shown == FALLBACK.decode(hello + world) == "a ab"
+    assert OutputText(FALLBACK).push(world)[0] == "ab", "nothing comes before it"
+    assert OutputText(byte_level, prompt=[7]).push(byte_level.encode(" a"))[0] == " a"
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    prompt=st.lists(st.sampled_from([0x20, 0x61, *range(256, 263)]), max_size=8),
+    output=st.lists(st.sampled_from([0x20, 0xE2, 0x82, 0xAC, *range(256, 263)]), max_size=8),
+)
+def test_an_output_is_what_it_adds_to_the_prompt(prompt: list[int], output: list[int]) -> None:
+    """The library's decoding of both, where no run of byte tokens crosses the border; and, token by token,
+    its DecodeStream, which vLLM uses."""
+    out = OutputText(FALLBACK, prompt=prompt)
+    shown = out.push(output)[0] + out.flush()
+    if not (prompt and output and prompt[-1] < 256 and output[0] < 256):
+        assert FALLBACK.backend.decode(prompt) + shown == FALLBACK.backend.decode(prompt + output)
+    if prompt and all(token >= 256 for token in output):
+        stream = decoders.DecodeStream(ids=prompt, skip_special_tokens=True)
+        assert shown == "".join(stream.step(FALLBACK.backend, token) or "" for token in output)
 
 
 def test_only_what_may_begin_a_stop_string_is_held(byte_level: Tokenizer) -> None:

@@ -168,7 +168,9 @@ def serve(scene: Scene, count: int, every: int, monkeypatch: pytest.MonkeyPatch)
     class Output:
         stopped = False
 
-        def __init__(self, *_: Any) -> None: ...
+        @classmethod
+        def of(cls, *_: Any) -> Output:
+            return cls()
 
         def push(self, tokens: Sequence[int]) -> tuple[str, int]:
             return "x" * len(tokens), len(tokens)

@@ -1,0 +1,82 @@
+"""Where an output ends and what of its end is text: min_tokens holds back stop strings, a stop token is no
+text. Deterministic, best-effort and resumed outputs agree with the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from llm42.protocol import FinishReason, Request
+from tests.support import SAMPLED, Lab, both_engines, collect, differences, request_of
+
+LEAST = 16
+
+
+def plain(lab: Lab) -> Request:
+    """A request with no end but its length."""
+    request = request_of("ends", 4, max_tokens=48, stop_token_ids=())
+    assert len(lab.oracle(request).tokens) == 48
+    return request
+
+
+def held_back(lab: Lab) -> Request:
+    """Its output has one of its stop strings before and after the minimum."""
+    request = plain(lab)
+    tokens = lab.oracle(request).tokens
+    early, late = lab.tokenizer.decode(tokens[:LEAST]), lab.tokenizer.decode(tokens[LEAST:-8])
+    stop = tuple(sorted(set(early) & set(late) - {"\ufffd"}))[:4]
+    assert stop, "the tiny model's output has nothing twice"
+    return replace(request, stop=stop, sampling=replace(request.sampling, min_tokens=LEAST))
+
+
+@both_engines
+def test_min_tokens_holds_back_stop_strings(lab: Lab) -> None:
+    request = held_back(lab)
+    want = lab.oracle(request)
+    assert LEAST < len(want.tokens) < 48
+    assert want.finish is FinishReason.STOP
+    generator = lab.generator(lab.engine(corrupt_share=0.1), lab.verifier().start(), max_window=7)
+    assert differences(asyncio.run(collect(generator, request)), want) == []
+    at_once = replace(request, sampling=SAMPLED)
+    assert len(lab.oracle(at_once).tokens) <= LEAST, "control: without the minimum it ends there"
+    assert differences(asyncio.run(collect(generator, at_once)), lab.oracle(at_once)) == []
+
+
+def test_the_best_effort_path_holds_them_back_too(lab: Lab) -> None:
+    request = replace(held_back(lab), deterministic=False)
+    got = asyncio.run(collect(lab.generator(lab.engine(), None), request))
+    assert len(got.tokens) > LEAST
+
+
+@both_engines
+@pytest.mark.parametrize("cut", [1, LEAST - 1, LEAST])
+def test_a_resumed_output_has_the_same_end(lab: Lab, cut: int) -> None:
+    """Another replica goes on with what the client has (Request.output)."""
+    request = held_back(lab)
+    want = lab.oracle(request)
+    generator = lab.generator(lab.engine(), lab.verifier().start(), max_window=7)
+    rest = asyncio.run(collect(generator, replace(request, output=want.tokens[:cut])))
+    assert want.tokens[:cut] + rest.tokens == want.tokens
+    assert want.text.endswith(rest.text)
+    assert rest.finish is FinishReason.STOP
+
+
+@both_engines
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_stop_token_is_no_text(lab: Lab, include: bool, deterministic: bool) -> None:
+    """An ordinary token as the end: in token_ids and log-probabilities, in the text only when asked for."""
+    request = replace(plain(lab), sampling=replace(SAMPLED, temperature=0.0))
+    tokens = lab.oracle(request).tokens
+    at = next(i for i in range(8, 48) if tokens[i] not in tokens[:i] and lab.tokenizer.decode([tokens[i]]))
+    ending = replace(request, stop_token_ids=(tokens[at],), include_stop=include)
+    generator = lab.generator(lab.engine(), lab.verifier().start(), max_window=7)
+    got = asyncio.run(collect(generator, replace(ending, deterministic=deterministic)))
+    assert got.finish is FinishReason.STOP
+    assert got.tokens[-1] == tokens[at]
+    assert len(got.logprobs) == len(got.tokens)
+    assert got.text == lab.tokenizer.decode(got.tokens if include else got.tokens[:-1])
+    if deterministic:
+        assert differences(got, lab.oracle(ending)) == []
