@@ -83,6 +83,22 @@ def test_a_stored_exchange_gives_a_claim_for_each_choice() -> None:
     assert claim.receipt is not None
 
 
+def test_prompt_ids_at_the_top_of_a_chat_reply() -> None:
+    """Where chat replies have them; older ones have them in their choices."""
+    choices = [{"index": i, "message": {"content": "yo"}, "token_ids": [3]} for i in range(2)]
+    reply = {"system_fingerprint": "llm42-x", "prompt_token_ids": [1, 2], "choices": choices}
+    assert [c.prompt for c in claims_of({"request": BODY, "response": reply}, 1)] == [(1, 2)] * 2
+
+
+def test_the_seed_of_the_reply_never_replaces_the_requests() -> None:
+    named = BODY | {"seed": 41}
+    odd, _ = claims_of({"request": named, "response": REPLY}, 1)
+    assert odd.body == named
+    assert "seed" in odd.contradiction
+    good, _ = claims_of({"request": BODY | {"seed": 42}, "response": REPLY}, 1)
+    assert good.contradiction == ""
+
+
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
     ("[1]", "a record is a JSON object"),
@@ -111,7 +127,15 @@ BAD: list[tuple[Any, str]] = [
     ({"request": BODY | {"echo": True}, "response": REPLY}, "echo"),
     ({"request": BODY, "response": REPLY | {"choices": [4]}}, "choices"),
     ({"request": BODY, "response": REPLY | {"llm42": {"receipt": RECEIPT}}}, "one receipt for each"),
+    ({"request": BODY, "response": REPLY | {"choices": [{"index": 0, "text": "a"}] * 2}}, "there twice"),
+    ({"request": BODY, "response": REPLY | {"llm42": {"seed": True}}}, "seed: a whole number"),
+    ({"request": BODY, "response": REPLY, "manifest": [1]}, "manifest: a JSON object"),
     ({"fingerprint": "llm42-no", "manifest": {"a": 1}}, "manifest: its fingerprint is"),
+    ({"fingerprint": "llm42-no", "manifest": None}, "manifest: a JSON object"),
+    ('{"a": 1e999}', "too large for a double"),
+    ('{"a": ["\\ud800"]}', "not valid Unicode"),
+    ('{"\\ud800": 1}', "not valid Unicode"),
+    ('{"a": ' * 200 + "1" + "}" * 200, "nested deeper"),
 ]
 
 
