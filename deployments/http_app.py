@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -21,6 +21,7 @@ from deployments import errors
 from deployments.asgi import BodyLimit, ClientGone, EventStream, RequestIds, until_disconnect
 from deployments.audit_api import add_audits
 from deployments.deltas import interleave
+from deployments.large import OffLoop, dump, require_renderable
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
 from deployments.policy import KeyGate, KeyPolicy
 from deployments.render import Renderer
@@ -140,7 +141,7 @@ class _Service:
         keyring: Keyring,
     ) -> None:
         self._settings, self._tokenizer, self._backend = settings, tokenizer, backend
-        self._answers, self._keyring = answers, keyring
+        self._answers, self._keyring, self._off_loop = answers, keyring, OffLoop()
         self._started = int(time.time())
 
     def models(self) -> dict[str, Any]:
@@ -169,6 +170,7 @@ class _Service:
             policy: KeyPolicy = http.state.policy
             wanted = policy.wants_determinism(body, http.headers)
             made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
+            require_renderable(made)
             trace = http.headers.get("traceparent", "")
             pieces = interleave([self._backend.generate(replace(r, trace=trace)) for r in made.requests])
             if made.deterministic:
@@ -176,10 +178,9 @@ class _Service:
             renderer = Renderer(made, self._settings.model.name, self._tokenizer, self._keyring)
             if made.stream:
                 first = await until_disconnect(http, _first(pieces))
-                events = _events(made, renderer, first, pieces)
+                events = _events(made, renderer, first, pieces, self._off_loop)
                 return EventStream(events, renderer.headers(first))
-            reply = await until_disconnect(http, _whole(renderer, pieces))
-            text = json.dumps(reply, ensure_ascii=False)
+            text = await until_disconnect(http, _whole(renderer, pieces, self._off_loop))
             return Response(text, headers=renderer.headers(), media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; the access log does
@@ -198,22 +199,23 @@ async def _first(pieces: Pieces) -> tuple[int, Delta] | None:
         raise
 
 
-async def _whole(renderer: Renderer, pieces: Pieces) -> dict[str, Any]:
+async def _whole(renderer: Renderer, pieces: Pieces, off_loop: OffLoop) -> bytes:
     async with aclosing(pieces):
         async for index, delta in pieces:
             renderer.add(index, delta)
-    return renderer.reply()
+    return await off_loop.run(renderer.reply_size(), lambda: dump(renderer.reply()).encode())
 
 
 async def _events(
-    made: Plan, renderer: Renderer, first: tuple[int, Delta] | None, pieces: Pieces
+    made: Plan, renderer: Renderer, first: tuple[int, Delta] | None, pieces: Pieces, off_loop: OffLoop
 ) -> AsyncGenerator[str, None]:
     """Server-sent events: chunks, then usage if asked for, or one error event; `[DONE]` always comes last."""
     async with aclosing(pieces):
         try:
             item = first
             while item is not None:
-                if (event := renderer.chunk(*item)) is not None:
+                event = await off_loop.run(renderer.chunk_size(*item), partial(renderer.chunk, *item))
+                if event is not None:
                     yield event
                 item = await anext(pieces, None)
             if made.include_usage:

@@ -8,17 +8,23 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deployments.deltas import merge
+from deployments.large import LARGE, dump
 from deployments.logprobs import LogprobWriter, TokenNames
 from deployments.receipts import Receipts
 from deployments.translate import Plan
 from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
 from llm42.receipt import Keyring
 
+MAX_WAITING = 16
+"""Tokens of a stream that wait for text to go with: a character takes four at most, a stop string more."""
+
 
 @dataclass(slots=True)
 class _Choice:
     deltas: list[Delta] = field(default_factory=list)
     """All of them for a whole reply; for a stream, those that wait for text to go with."""
+    waiting: int = 0
+    """Tokens in `deltas`."""
     output_tokens: int = 0
     text_offset: int = 0
     """Characters of the token texts rendered so far (completions dialect)."""
@@ -38,6 +44,7 @@ class Renderer:
         self._choices = [_Choice() for _ in plan.requests]
         self._fingerprint: str | None = None
         self._receipts = Receipts(plan, model, keyring or Keyring({}))
+        self._width = 1 if plan.num_logprobs is None else plan.num_logprobs + 2
 
     def headers(self, first: tuple[int, Delta] | None = None) -> dict[str, str]:
         """Who answers, as far as it is known by now; `first` is a stream's piece that is not rendered yet."""
@@ -58,12 +65,14 @@ class Renderer:
         self._take(index, delta)
 
     def chunk(self, index: int, delta: Delta) -> str | None:
-        """The event for a piece of a streamed choice; None while there is no text (tokens wait for it)."""
+        """The event for a piece of a streamed choice; None while a few tokens wait for text."""
+        large = self.chunk_size(index, delta) >= LARGE
         choice = self._take(index, delta)
-        piece = merge(choice.deltas)
-        if not piece.text and piece.finish_reason is None:
+        if not delta.text and delta.finish_reason is None and choice.waiting < MAX_WAITING:
             return None
+        piece = merge(choice.deltas)
         choice.deltas.clear()
+        choice.waiting = 0
         rendered = self._chat_delta(choice, piece) if self._plan.chat else self._text(index, piece)
         body: dict[str, Any] = {
             "index": index,
@@ -71,16 +80,27 @@ class Renderer:
             "logprobs": self._logprobs(piece, index),
             "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
         }
+        whole: dict[str, Any] = {"choices": [body]}
         if self._plan.return_token_ids:
             body["token_ids"] = list(piece.token_ids)
-            if not choice.started:
-                body["prompt_token_ids"] = list(self._plan.requests[index].prompt)
+        if not choice.started:
+            (whole if self._plan.chat else body).update(self._prompt_ids(index))
         choice.started = True
-        extra: dict[str, Any] = {}
         if piece.finish_reason:
             receipt = self._receipts.of_choice(index, self._fingerprint)
-            extra = {"llm42": self._evidence([choice]) | receipt}
-        return self._event({"choices": [body], **extra})
+            whole["llm42"] = self._evidence([choice]) | receipt
+        return self._event(whole, large)
+
+    def chunk_size(self, index: int, delta: Delta) -> int:
+        """About how many values the event for a piece holds (`chunk` has not seen it yet)."""
+        choice = self._choices[index]
+        tokens = choice.waiting + len(delta.token_ids)
+        return tokens * self._width + (0 if choice.started else self._prompt_size(index, delta))
+
+    def reply_size(self) -> int:
+        """About how many values the whole reply holds."""
+        sizes = (c.output_tokens * self._width + self._prompt_size(i) for i, c in enumerate(self._choices))
+        return sum(sizes)
 
     def usage_chunk(self) -> str:
         """The event after the last choice when the client asked for usage."""
@@ -101,19 +121,22 @@ class Renderer:
                 **content,
                 "logprobs": self._logprobs(piece, index),
                 "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
-                **self._prompt_logprobs(index),
             }
             if self._plan.return_token_ids:
                 body["token_ids"] = list(piece.token_ids)
-                body["prompt_token_ids"] = list(self._plan.requests[index].prompt)
+            if not self._plan.chat:
+                body |= self._of_prompt(index)
             choices.append(body)
         kind = "chat.completion" if self._plan.chat else "text_completion"
         evidence = self._evidence(self._choices) | self._receipts.of_all(self._fingerprint)
-        return self._envelope(kind) | {"choices": choices, "usage": self._usage(), "llm42": evidence}
+        prompt = self._of_prompt(0) if self._plan.chat else {}
+        body = {"choices": choices, **prompt, "usage": self._usage(), "llm42": evidence}
+        return self._envelope(kind) | body
 
     def _take(self, index: int, delta: Delta) -> _Choice:
         choice = self._choices[index]
         choice.deltas.append(delta)
+        choice.waiting += len(delta.token_ids)
         choice.output_tokens += len(delta.token_ids)
         choice.stats = delta.stats or choice.stats
         if choice.prompt_logprobs is None:
@@ -135,9 +158,10 @@ class Renderer:
             delta["content"] = piece.text
         return {"delta": delta}
 
-    def _event(self, body: dict[str, Any]) -> str:
+    def _event(self, body: dict[str, Any], large: bool = False) -> str:
         kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
-        return f"data: {json.dumps(self._envelope(kind) | body, ensure_ascii=False)}\n\n"
+        whole = self._envelope(kind) | body
+        return f"data: {dump(whole) if large else json.dumps(whole, ensure_ascii=False)}\n\n"
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -154,12 +178,23 @@ class Renderer:
             return {"text": piece.text}
         return {"text": self._plan.echoes[self._plan.prompt_index(index)] + piece.text}
 
-    def _prompt_logprobs(self, index: int) -> dict[str, Any]:
-        """`prompt_logprobs` of a choice in vLLM's form: null, then a mapping of ids for each token."""
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """What a reply says of a choice's prompt, where vLLM does: in each choice of a completion, and once
+        at the top of a chat reply, whose choices share one prompt."""
         count, found = self._plan.prompt_logprobs, self._choices[index].prompt_logprobs
-        if count is None or found is None:
-            return {}
-        return {"prompt_logprobs": self._writer.prompt(found, count)}
+        scores: dict[str, Any] = {}
+        if count is not None and found is not None:
+            scores["prompt_logprobs"] = self._writer.prompt(found, count)
+        return scores | self._prompt_ids(index)
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        prompt = self._plan.requests[index].prompt
+        return {"prompt_token_ids": list(prompt)} if self._plan.return_token_ids else {}
+
+    def _prompt_size(self, index: int, delta: Delta | None = None) -> int:
+        found = self._choices[index].prompt_logprobs or (delta.prompt_logprobs if delta else None) or ()
+        ids = len(self._plan.requests[index].prompt) if self._plan.return_token_ids else 0
+        return ids + len(found) * ((self._plan.requests[index].prompt_logprobs or 0) + 1)
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(p) for p in self._plan.prompts)

@@ -174,6 +174,7 @@ def _of_choice(
 ) -> Claim:
     """The claim with what one choice of a reply says."""
     prompt, output = ids_of(choice, "prompt_token_ids"), ids_of(choice, "token_ids")
+    prompt = ids_of(reply, "prompt_token_ids") if prompt is None else prompt  # a chat's: once for all choices
     finish, odd = text_of(choice, "finish_reason"), claim.contradiction
     if receipt is not None:
         twice = {

@@ -287,10 +287,37 @@ async def test_prompt_logprobs_are_vllms(tokenizer: Tokenizer) -> None:
     }
     assert set(third) == {"9", "905"}
     assert choice["text"] == "out"
-    assert (await ask(tokenizer, chat(prompt_logprobs=0)))["choices"][0]["prompt_logprobs"][0] is None
+    reply = await ask(tokenizer, chat(prompt_logprobs=0, n=2))
+    assert reply["prompt_logprobs"][0] is None
+    assert len(reply["prompt_logprobs"]) == reply["usage"]["prompt_tokens"]
+    assert all("prompt_logprobs" not in choice for choice in reply["choices"])
     async with client(tokenizer) as (http, _):
         body = completion(prompt=PROMPT, prompt_logprobs=1, stream=True)
         assert_error(await http.post("/v1/completions", json=body), 400, "prompt_logprobs")
+
+
+async def test_prompt_ids_are_where_vllm_has_them(tokenizer: Tokenizer) -> None:
+    """Once at the top of a chat reply, and of the first chunk of each choice; in each choice of a
+    completion."""
+    talk = chat(return_token_ids=True, n=2)
+    whole = await ask(tokenizer, talk)
+    assert tokenizer.decode(whole["prompt_token_ids"], skip_special=False).endswith("assistant\n")
+    assert [set(c) & {"prompt_token_ids", "token_ids"} for c in whole["choices"]] == [{"token_ids"}] * 2
+    chunks = await ask(tokenizer, talk | {"stream": True})
+    first = [c for c in chunks if "prompt_token_ids" in c]
+    assert [c["choices"][0]["index"] for c in first] == [0, 1]
+    assert [c["prompt_token_ids"] for c in first] == [whole["prompt_token_ids"]] * 2
+    assert all("prompt_token_ids" not in c["choices"][0] for c in chunks)
+    assert "prompt_token_ids" not in await ask(tokenizer, chat())
+    for stream in (False, True):
+        body = completion(prompt=[PROMPT, [7]], return_token_ids=True, stream=stream)
+        found = await ask(tokenizer, body)
+        assert all("prompt_token_ids" not in c for c in (found if stream else [found]))
+        choices = [c["choices"][0] for c in found] if stream else found["choices"]
+        assert {c["index"]: c["prompt_token_ids"] for c in choices if "prompt_token_ids" in c} == {
+            0: PROMPT,
+            1: [7],
+        }
 
 
 async def test_usage_says_what_was_cached(tokenizer: Tokenizer) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
+from deployments import render
+from deployments.deltas import merge
 from deployments.http_app import create_app
 from deployments.openai_types import CompletionBody
 from deployments.translate import plan
@@ -234,6 +236,42 @@ async def test_a_joined_stream_is_the_whole_reply(tokenizer: Tokenizer, path: st
     assert usage["choices"] == []
     assert usage["usage"] == whole["usage"]
     assert whole["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("wants_ids", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_tokens_without_text_are_sent(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, wants_ids: bool
+) -> None:
+    """A model that repeats its end token under ignore_eos: chunks come all the same, and joining those that
+    wait is linear work."""
+    count, merged = 400, 0
+
+    async def silent(request: Request) -> AsyncGenerator[Delta, None]:
+        yield Delta((5,), "a")
+        for i in range(count):
+            yield Delta((i,), "")
+        yield Delta((6,), "b", finish_reason=FinishReason.STOP)
+
+    def counted(deltas: Sequence[Delta]) -> Delta:
+        nonlocal merged
+        merged += len(deltas)
+        return merge(deltas)
+
+    monkeypatch.setattr(render, "merge", counted)
+    body = (chat if "chat" in path else completion)(
+        stream=True, stream_options={"include_usage": True}, return_token_ids=wants_ids, max_tokens=900
+    )
+    async with client(tokenizer, silent) as (http, _):
+        *chunks, usage = events((await http.post(path, json=body)).text)
+    choices = [c["choices"][0] for c in chunks]
+    texts = [c["delta"].get("content", "") if "chat" in path else c["text"] for c in choices]
+    assert texts == ["a", *[""] * (count // render.MAX_WAITING), "b"]
+    assert merged == count + 2
+    assert usage["usage"]["completion_tokens"] == count + 2
+    if wants_ids:
+        assert [t for c in choices for t in c["token_ids"]] == [5, *range(count), 6]
+    assert [c["finish_reason"] for c in choices] == [*[None] * (len(choices) - 1), "stop"]
 
 
 def failing(error: Exception, after: int) -> Script:

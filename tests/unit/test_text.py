@@ -4,7 +4,7 @@ broken variants are noticed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -15,10 +15,12 @@ from tokenizers import decoders
 from tokenizers.models import BPE
 
 from llm42 import text as text_module
+from llm42.claims import Claim
 from llm42.outputs import to_delta
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
 from llm42.text import OutputText
 from llm42.tokenizer import Detokenizer, Tokenizer
+from llm42.verdict import text_problem
 from tests.support import write_model
 
 LETTERS = "abc \nä€🙂"
@@ -332,6 +334,21 @@ def test_an_output_that_goes_on_elsewhere_counts_from_its_beginning(byte_level: 
     assert second.push(tokens[:cut]) == (before, cut)
     after, used = second.push(tokens[cut:])
     assert (before + after, cut + used, second.stopped) == ("ab ab ", 8, True)
+
+
+def test_an_audit_expects_the_same_text(byte_level: Tokenizer) -> None:
+    """llm42.verdict recomputes a stored answer's text by the rules that made it."""
+    a, b, x = tokens_of(byte_level, "abx")
+    request = Request("r", (5,), 9, SamplingParams(min_tokens=3), stop=("ab",), stop_token_ids=(x,))
+    output = (a, b, b, b, x)
+    claim = Claim(1, 0, "c", "fp", output=output, text="abbb", body={"prompt": "p"})
+    assert text_problem(claim, request, output, byte_level) == ""
+    assert text_problem(replace(claim, text="abbbx"), request, output, byte_level)
+    assert text_problem(replace(claim, text=""), request, output, byte_level)
+    asked = replace(request, include_stop=True)
+    assert text_problem(replace(claim, text="abbbx"), asked, output, byte_level) == ""
+    spaced = Claim(1, 0, "c", "fp", output=(WORDS["\u2581a"],), text=" a", body={"prompt": "p"})
+    assert text_problem(spaced, Request("r", (WORDS["b"],), 1), spaced.output or (), FALLBACK) == ""
 
 
 WORDS = {name: FALLBACK.backend.token_to_id(name) for name in ("\u2581", "\u2581a", "a", "b")}
