@@ -277,12 +277,17 @@ class AuditSettings(_Section):
         4096, gt=0, description="tokens that an audit sends to a verifier in one call (at least one answer)"
     )
     concurrency: int = Field(
-        2, gt=0, description="such calls at a time: what an audit may take of the verifiers"
+        2,
+        gt=0,
+        description="such calls at a time: what audits may take of the verifiers; answers that are generated"
+        " again: eight times as many",
     )
     max_window: int = Field(
         2048, gt=0, description="longest window of an audit, in candidates; a longer answer takes several"
     )
-    max_records: int = Field(1000, ge=32, description="most records in one call of POST /v1/audit")
+    max_records: int = Field(
+        1000, ge=32, description="most records, and most answers in them, in one call of POST /v1/audit"
+    )
 
     @model_validator(mode="after")
     def _known_key(self) -> AuditSettings:
