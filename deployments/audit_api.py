@@ -83,7 +83,8 @@ class _Audits:
         self._require_few(len(claims), "answers in these records")
         manifests = await asyncio.to_thread(_manifests, body.manifests)
         canon, settings = BackendCanon(self._backend, self._bounds, policy), self._settings
-        most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
+        calls = settings.audit.concurrency * settings.server.ingress_replicas
+        most = windows_per_call(settings.verifier.max_waiting, calls)
         parts = (self._keyring, self._tokenizer, self._planner, manifests, most)
         replayer = Replayer(canon, settings.audit, *parts)
         await replayer.audit(claims, findings.append)

@@ -100,7 +100,6 @@ def _beside(claim: Claim, value: Mapping[str, Any]) -> Claim:
     twice = {
         "fingerprint": (text_of(value, "fingerprint"), claim.fingerprint),
         "prompt": (prompt, claim.prompt),
-        "output": (output, claim.output),
         "sampling": (sampling, claim.sampling),
     }
     odd = _differing({f"{name} beside the receipt": pair for name, pair in twice.items()})
@@ -182,7 +181,6 @@ def _of_choice(
             "model": (_model(reply), receipt.model),
             "finish_reason": (finish, receipt.finish),
             "prompt_token_ids": (prompt, receipt.prompt),
-            "token_ids": (output, receipt.output),
         }
         odd = odd or _differing({f"reply's {name} beside the receipt": p for name, p in twice.items()})
         claim = _of_receipt(receipt, claim.line, claim.choice)

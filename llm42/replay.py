@@ -51,10 +51,10 @@ REGENERATIONS = 8
 """Outputs that are generated again at a time, for each of `audit.concurrency`."""
 
 
-def windows_per_call(max_waiting: int, concurrency: int) -> int:
-    """Such that the calls of an audit together fill at most half of a verifier's queue: the other half is for
-    live requests (verifier.max_waiting, audit.concurrency)."""
-    return max(1, max_waiting // (2 * concurrency))
+def windows_per_call(max_waiting: int, calls: int) -> int:
+    """Such that so many calls together fill at most half of a verifier's queue (verifier.max_waiting): the
+    other half is for live requests."""
+    return max(1, max_waiting // (2 * calls))
 
 
 @dataclass(slots=True)

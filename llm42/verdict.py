@@ -125,6 +125,8 @@ def bits(value: float) -> bytes:
 
 def receipt_problem(receipt: Receipt, output: Sequence[int], logprobs: Sequence[float]) -> str:
     """How canonical tokens and log-probabilities contradict a receipt; empty when they do not."""
+    if receipt.output not in (None, tuple(output)):
+        return "the ids in the receipt (output) are not the canonical ones; those beside it are"
     if receipt.output_len != len(output):
         return f"the receipt is for {receipt.output_len} output tokens, not {len(output)}"
     if receipt.output_sha256 != token_hash(output):

@@ -156,9 +156,11 @@ async def test_ids_in_a_receipt_and_other_ids_beside_it(lab: Lab, settings: Sett
             {"receipt": receipt, "output": receipt["output"]},
             {"receipt": lies, "output": receipt["output"]},
             {"receipt": receipt | {"prompt": [5]}, "prompt": receipt["prompt"]},
+            {"receipt": receipt, "output": [*receipt["output"][:-1], 5]},
         ]
         found = await audit(http, records)
-    assert [r["verdict"] for r in found] == ["confirmed", "differs", "differs"]
+    assert [r["verdict"] for r in found] == ["confirmed", *["differs"] * 3]
+    assert found[3]["difference"]["index"] == len(receipt["output"]) - 1, "and the first that differs is told"
 
 
 async def test_an_answer_longer_than_max_tokens_differs_though_it_ends_well(

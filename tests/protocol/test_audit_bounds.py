@@ -52,11 +52,9 @@ def with_audit(settings: Settings, **changes: Any) -> Settings:
 # -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("waiting", "concurrency", "most"), [(256, 2, 64), (256, 1, 128), (3, 2, 1)])
-def test_the_calls_of_an_audit_fill_at_most_half_of_a_queue(
-    waiting: int, concurrency: int, most: int
-) -> None:
-    assert windows_per_call(waiting, concurrency) == most
+@pytest.mark.parametrize(("waiting", "calls", "most"), [(256, 2, 64), (256, 1, 128), (3, 2, 1)])
+def test_the_calls_of_an_audit_fill_at_most_half_of_a_queue(waiting: int, calls: int, most: int) -> None:
+    assert windows_per_call(waiting, calls) == most
 
 
 async def test_many_short_answers_leave_room_in_the_verifiers_queue(lab: Lab, settings: Settings) -> None:
@@ -75,11 +73,15 @@ async def test_many_short_answers_leave_room_in_the_verifiers_queue(lab: Lab, se
     assert sorted(c for c in calls if c > 1) == [44, 64, 64, 64, 64], "and one window to explain a difference"
 
 
-async def test_an_answer_of_many_windows_is_sent_in_pieces(lab: Lab, settings: Settings) -> None:
-    settings = with_audit(settings, max_window=1)
-    settings = settings.model_copy(
-        update={"verifier": settings.verifier.model_copy(update={"max_waiting": 16})}
-    )
+@pytest.mark.parametrize(("ingresses", "sent"), [(1, [4, 4, 4]), (2, [2] * 6)])
+async def test_an_answer_of_many_windows_is_sent_in_pieces(
+    lab: Lab, settings: Settings, ingresses: int, sent: list[int]
+) -> None:
+    """A queue of 16: half of it, for two calls at a time of each ingress."""
+    tree = settings.model_dump(mode="json")
+    tree["audit"]["max_window"], tree["verifier"]["max_waiting"] = 1, 16
+    tree["server"]["ingress_replicas"] = ingresses
+    settings = Settings.load(tree)
     async with client(lab, settings) as (http, backend):
         calls: list[int] = []
         replay = backend.replay
@@ -93,7 +95,7 @@ async def test_an_answer_of_many_windows_is_sent_in_pieces(lab: Lab, settings: S
         receipt = (await post(http, "/v1/completions", body))["llm42"]["receipt"]
         (found,) = await audit(http, [receipt])
     assert found["verdict"] == "confirmed"
-    assert calls == [4, 4, 4]
+    assert calls == sent
 
 
 # ---- records and choices
