@@ -76,11 +76,14 @@ class Traffic:
     """What the replies of the deterministic requests said, summed by application."""
 
     before: dict[str, dict[str, float]]
+    began: float
     replies: dict[str, dict[str, int]] = field(default_factory=dict)
     ids: dict[str, list[str]] = field(default_factory=dict)
 
 
-async def _deterministic(http: httpx.AsyncClient, url: str, model: str, index: int) -> Any:
+async def _deterministic(
+    http: httpx.AsyncClient, url: str, model: str, index: int, trace: str = TRACE
+) -> Any:
     body = {
         "model": model,
         "prompt": f"{CANARY} Number {index}:",
@@ -90,10 +93,19 @@ async def _deterministic(http: httpx.AsyncClient, url: str, model: str, index: i
         "temperature": 0.7,
         "seed": index,
     }
-    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
     reply = await http.post(f"{url}/v1/completions", json=body, headers=headers)
     reply.raise_for_status()
     return reply.json()
+
+
+async def _first(urls: dict[str, str], model: str) -> None:
+    """One request of each kind to each application."""
+    async with httpx.AsyncClient(timeout=300) as http:
+        for url in urls.values():
+            await _deterministic(http, url, model, 999, TRACE[::-1])
+            plain = {"model": model, "prompt": "Once", "max_tokens": 24}
+            (await http.post(f"{url}/v1/completions", json=plain)).raise_for_status()
 
 
 async def _mixed(urls: dict[str, str], model: str) -> dict[str, list[Any]]:
@@ -131,7 +143,9 @@ def counted(prometheus: Prometheus) -> dict[str, dict[str, float]]:
 def traffic(service: Service, prometheus: Prometheus, planted: str, cluster_settings: Settings) -> Traffic:
     """Sends it and waits for nothing: the tests do."""
     urls = {APP_NAME: service.url, PLANTED: planted}
-    made = Traffic(settled(prometheus))
+    # Prometheus sees no increase in a series that it meets with its final value: each is there beforehand
+    asyncio.run(_first(urls, cluster_settings.model.name))
+    made = Traffic(settled(prometheus), time.monotonic())
     for name, replies in asyncio.run(_mixed(urls, cluster_settings.model.name)).items():
         made.replies[name] = {c: sum(r["llm42"][c] for r in replies) for c in COUNTS}
         made.ids[name] = [r["id"] for r in replies]
