@@ -14,16 +14,17 @@ import logging
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSetupError
 
 from deployments.actors import get_or_create_verifier, verifier_names
 from deployments.ray_metrics import actor_metrics
 from deployments.scaling import Scaler
 from deployments.verifier_actor import LEASE_S, VerifierStatus
+from deployments.watched import Watched
 from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
@@ -32,9 +33,12 @@ from llm42.logs import configure
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
 STATUS_TIMEOUT_S = 5.0
-MISSES_ALLOWED = 3
 PIN_S = 30.0
 """The pool keeps its fingerprint this long after its last verifier that had it is gone."""
+START_FAILED = (RuntimeEnvSetupError, ActorUnschedulableError)
+"""Ray's words for an actor that never came to be; it is dead, but these are no RayActorErrors."""
+START_PAUSE_S = 10.0
+"""Between such a start and the next one."""
 CONDEMNED_PAUSE_S = 10.0
 """A condemned verifier is created anew after this time, doubled with each further one of its name."""
 
@@ -46,6 +50,8 @@ class MemberInfo:
     name: str
     actor_id: str
     status: VerifierStatus | None
+    age_s: float = 0.0
+    """Seconds, at most, since the verifier was as `status` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +62,6 @@ class Membership:
     fingerprint: str | None = None
     condemned: int = 0
     pid: int = 0
-
-
-@dataclass(slots=True)
-class Watched:
-    """A verifier in the supervisor's eyes."""
-
-    name: str
-    handle: Any = None
-    status: VerifierStatus | None = None
-    missed: int = 0
-    condemned: int = 0
-    not_before: float = 0.0
-    seen: dict[str, float] = field(default_factory=dict)
-    """Counters of the last look, to tell what has happened since."""
-    mixed: str = ""
-    """How its manifest differs from the pool's, once that has been found out."""
-
-    @property
-    def actor_id(self) -> str:
-        """Identity of the present actor; empty while there is none."""
-        return self.handle._actor_id.hex() if self.handle is not None else ""
 
 
 class Supervisor:
@@ -95,6 +80,8 @@ class Supervisor:
         self._fingerprint: str | None = None
         self._unpinned_since: float | None = None
         self._condemned = 0
+        self._news = False
+        """Whether a verifier has answered since the last time that the scaler looked."""
         configure(self._settings.telemetry, "supervisor")
         self._metrics = actor_metrics(m.Scope.SUPERVISOR, model=self._settings.model.name)
         self._task = asyncio.get_event_loop().create_task(self._run())
@@ -104,12 +91,15 @@ class Supervisor:
 
     async def membership(self) -> Membership:
         """Who is there; asking renews the lease."""
-        self._renewed = time.monotonic()
-        members = tuple(MemberInfo(w.name, w.actor_id, self._published(w)) for w in self._wanted)
+        self._renewed = now = time.monotonic()
+        members = tuple(
+            MemberInfo(w.name, w.actor_id, self._published(w), now - w.asked) for w in self._wanted
+        )
         return Membership(members, self._fingerprint, self._condemned, os.getpid())
 
     async def condemn(self, name: str, actor_id: str, reason: str) -> None:
-        """Removes a verifier that was found to be wrong; a new one takes its place after a pause."""
+        """Removes a verifier that was found to be wrong; a new one takes its place after a pause. May be
+        repeated."""
         for watched in self._watched:
             if watched.name == name and watched.actor_id == actor_id and watched.handle is not None:
                 log.error("%s is condemned: %s", name, reason)
@@ -118,8 +108,7 @@ class Supervisor:
                 watched.condemned += 1
                 pause = CONDEMNED_PAUSE_S * 2 ** (watched.condemned - 1)
                 watched.not_before = time.monotonic() + pause
-                handle, watched.handle, watched.status = watched.handle, None, None
-                ray.kill(handle, no_restart=True)
+                await self._kill(watched)
 
     # ---- the watch
     # ---------------------------------------------------------------------------------------------
@@ -129,47 +118,97 @@ class Supervisor:
         return self._watched[: self._scaler.wanted]
 
     async def _run(self) -> None:
-        while time.monotonic() - self._renewed < self._lease_s:
-            try:
-                await asyncio.gather(*(self._refresh(w) for w in self._wanted))
-                self._pin()
-                await self._explain_mixed()
-                self._scale()
-                self._report()
-            except Exception:  # whatever it is, watching must go on
-                log.exception("a look at the verifiers failed")
-            await asyncio.sleep(min(WATCH_S, self._lease_s / 4))
+        watches = [asyncio.create_task(self._watch(number)) for number in range(len(self._watched))]
+        try:
+            while time.monotonic() - self._renewed < self._lease_s:
+                try:
+                    if self._news:  # a look without any would be taken for an empty queue
+                        self._news = False
+                        self._scale()
+                    self._report()
+                except Exception:  # whatever it is, watching must go on
+                    log.exception("a look at the verifiers failed")
+                await asyncio.sleep(self._pause_s)
+        finally:
+            for watch in watches:
+                watch.cancel()
         # its verifiers end by their own leases: another supervisor may be asking for them too
         log.warning("no replica has asked for %.0f s: the supervisor ends", self._lease_s)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(WATCH_S, self._lease_s / 4)
+
+    async def _watch(self, number: int) -> None:
+        """Looks after one verifier while it is wanted. Each has a loop of its own: one that does not answer
+        makes nobody's news of the others older."""
+        watched = self._watched[number]
+        while True:
+            try:
+                if number < self._scaler.wanted:
+                    await self._refresh(watched)
+                    watched.tried = True
+                    self._pin()
+                    await self._explain_mixed(watched)
+                else:
+                    # no longer asked for its state, it ends by its lease, after what is in flight
+                    watched.handle = watched.status = None
+            except Exception:
+                log.exception("a look at %s failed", watched.name)
+            await asyncio.sleep(self._pause_s)
 
     async def _refresh(self, watched: Watched) -> None:
         """One status call; a member that has died is created anew."""
         if time.monotonic() < watched.not_before:
             return
+        handle = watched.handle
         try:
-            if watched.handle is None:
-                watched.handle = await asyncio.to_thread(
-                    get_or_create_verifier, watched.name, self._settings, self._identity
-                )
-                watched.mixed = ""
-            watched.status = await asyncio.wait_for(watched.handle.status.remote(), STATUS_TIMEOUT_S)
-            watched.missed = 0
-        except TimeoutError:
-            watched.missed += 1  # busy, perhaps: not a reason to turn requests away at once
-            if watched.missed >= MISSES_ALLOWED:
-                log.warning("%s has not answered %d times", watched.name, watched.missed)
-                watched.status = None
-        except ActorDiedError as error:
+            if handle is None:
+                handle = await self._create(watched)
+            asked = time.monotonic()
+            async with asyncio.timeout(STATUS_TIMEOUT_S):  # wait_for may swallow the end of the watch
+                status = await handle.status.remote()
+        except Exception as error:
+            if watched.handle is handle:
+                await self._unanswered(watched, error)
+            return
+        if watched.handle is handle:  # else it was condemned or given up meanwhile
+            watched.heard(status, asked)
+            self._news = True
+
+    async def _create(self, watched: Watched) -> Any:
+        handle = await asyncio.to_thread(get_or_create_verifier, watched.name, self._settings, self._identity)
+        watched.adopt(handle)
+        return handle
+
+    async def _unanswered(self, watched: Watched, error: Exception) -> None:
+        """What a status call that failed says of its verifier."""
+        if isinstance(error, ActorDiedError):
             log.warning("%s has died and is created again: %s", watched.name, error)
             watched.handle = watched.status = None
             self._metrics.inc(m.VERIFIER_DEATHS)
-        except Exception as error:
-            log.warning("%s does not answer: %s", watched.name, error)
-            watched.status = None
+            return
+        if isinstance(error, START_FAILED):
+            log.error("%s could not be started; next try in %.0f s: %s", watched.name, START_PAUSE_S, error)
+            detail = f"{type(error).__name__}: {error}"
+            watched.handle, watched.status = None, VerifierStatus("failed", None, detail)
+            watched.not_before = time.monotonic() + START_PAUSE_S
+            return
+        watched.unheard(error)
+        if watched.hung:
+            log.error("%s has hung: it is killed and created again", watched.name)
+            self._metrics.inc(m.VERIFIER_DEATHS)
+            await self._kill(watched)
+
+    async def _kill(self, watched: Watched) -> None:
+        handle, watched.handle, watched.status = watched.handle, None, None
+        await asyncio.to_thread(ray.kill, handle, no_restart=True)
 
     def _pin(self) -> None:
         """The pool's fingerprint: the most common one at first, then kept while anyone has it."""
+        if self._fingerprint is None and not all(w.tried for w in self._wanted):
+            return  # the first to answer may be the odd one
         found = Counter(w.status.fingerprint for w in self._wanted if w.status and w.status.fingerprint)
         if self._fingerprint in found:
             self._unpinned_since = None
@@ -183,18 +222,21 @@ class Supervisor:
         status = watched.status
         if status is None or status.state != "ready" or status.fingerprint == self._fingerprint:
             return status
+        if self._fingerprint is None:
+            return replace(status, state="starting", detail=f"{watched.name} waits for news of the others")
         detail = f"{watched.name} has another fingerprint than the pool's{watched.mixed}"
         return replace(status, state="mixed", detail=detail)
 
-    async def _explain_mixed(self) -> None:
-        """Finds out, once for each, in which fields a refused verifier differs."""
-        mixed = [w for w in self._wanted if not w.mixed and (s := self._published(w)) and s.state == "mixed"]
+    async def _explain_mixed(self, watched: Watched) -> None:
+        """Finds out, once, in which fields a refused verifier differs."""
+        published = self._published(watched)
         ours = [w for w in self._wanted if w.status and w.status.fingerprint == self._fingerprint]
-        if not mixed or not ours:
+        if watched.mixed or published is None or published.state != "mixed" or not ours:
             return
-        reference = await asyncio.wait_for(ours[0].handle.manifest.remote(), STATUS_TIMEOUT_S)
-        for watched in mixed:
-            manifest = await asyncio.wait_for(watched.handle.manifest.remote(), STATUS_TIMEOUT_S)
+        calls = [w.handle.manifest.remote() for w in (ours[0], watched)]
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            reference, manifest = await asyncio.gather(*calls)
+        if reference and manifest:  # empty: it has started anew
             watched.mixed = f" ({', '.join(differing_fields(reference, manifest))} differ)"
             log.error("%s is refused%s", watched.name, watched.mixed)
 
@@ -215,9 +257,6 @@ class Supervisor:
         wanted = self._scaler.look(time.monotonic(), mean, busy or windows > 0, ready)
         if wanted != was:
             log.info("verifiers wanted: %d instead of %d (mean queue %.2f s)", wanted, was, mean)
-        for watched in self._watched[wanted:was]:
-            # no longer asked for its state, it ends by its lease, after what is in flight
-            watched.handle = watched.status = None
 
     def _report(self) -> None:
         published = [self._published(w) for w in self._wanted]

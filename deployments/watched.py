@@ -1,0 +1,75 @@
+"""One verifier in the supervisor's eyes: its actor, what it said last and when, and whether it has hung."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from deployments.verifier_actor import VerifierStatus
+
+log = logging.getLogger(__name__)
+MISSES_ALLOWED = 3
+HUNG_S = 60.0
+"""A verifier that has been ready and has not answered for this long is killed and created anew: get_if_exists
+would give the same actor again."""
+HUNG_START_S = 900.0
+"""The same before it is ready: it may be waiting for a device, or importing and loading what is large."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """A verifier in the supervisor's eyes."""
+
+    name: str
+    handle: Any = None
+    status: VerifierStatus | None = None
+    asked: float = 0.0
+    """When the call was made that `status` answers."""
+    answered: float = 0.0
+    """When the present actor was created or has answered last."""
+    certified: bool = False
+    """Whether its last answer was that it is ready."""
+    tried: bool = False
+    """Whether it has been asked at all, with or without an answer."""
+    missed: int = 0
+    condemned: int = 0
+    not_before: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)
+    """Counters of the last look, to tell what has happened since."""
+    mixed: str = ""
+    """How its manifest differs from the pool's, once that has been found out."""
+
+    def adopt(self, handle: Any) -> None:
+        """The actor of this name from now on; nothing is known of it yet."""
+        self.handle, self.answered = handle, time.monotonic()
+        self.certified, self.missed, self.mixed = False, 0, ""
+
+    def heard(self, status: VerifierStatus, asked: float) -> None:
+        """An answer to a call that was made at `asked`."""
+        self.status, self.asked, self.answered = status, asked, time.monotonic()
+        self.certified, self.missed = status.state == "ready", 0
+
+    def unheard(self, error: Exception) -> None:
+        """A status call failed, although the actor is not known to be dead."""
+        self.missed += 1
+        # a timeout may be a busy process: not a reason to turn requests away at once
+        if not isinstance(error, TimeoutError) or self.missed >= MISSES_ALLOWED:
+            log.warning("%s does not answer, %d times now: %r", self.name, self.missed, error)
+            self.status = None
+        if isinstance(error, RayActorError):
+            self.certified = False  # Ray may be starting its process again
+
+    @property
+    def hung(self) -> bool:
+        """Whether the actor has been silent for so long that it will not answer any more."""
+        limit_s = HUNG_S if self.certified else HUNG_START_S
+        return self.handle is not None and time.monotonic() - self.answered > limit_s
+
+    @property
+    def actor_id(self) -> str:
+        """Identity of the present actor; empty while there is none."""
+        return self.handle._actor_id.hex() if self.handle is not None else ""
