@@ -126,11 +126,9 @@ class Detokenizer:
     def push(self, ids: Iterable[int]) -> str:
         """The text that the new ids complete."""
         pieces = (self._pieces.get(token) for token in ids if token not in self._skip)
-        return (
-            self._fallback(pieces)
-            if self._pieces.byte_fallback
-            else self._byte_level(b"".join(p for p, _ in pieces))
-        )
+        if self._pieces.byte_fallback:
+            return self._fallback(pieces)
+        return self._byte_level(b"".join(p for p, _ in pieces))
 
     def flush(self) -> str:
         """What is left at the end of the sequence; incomplete characters become U+FFFD."""
