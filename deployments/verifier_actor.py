@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 """An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
 application has been deleted."""
+STALLED_S = 120.0
+"""A step that has been running for this long will not end any more."""
 REPORT_S = 1.0
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
 """Pause before the first and between the later tries of a start that failed."""
@@ -54,6 +56,15 @@ def node_id() -> str:
     import ray
 
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
+
+
+def _lost(verifier: Verifier) -> str:
+    """Why it will never answer again; empty while it may."""
+    if not verifier.alive:
+        return "the verifier's loop has ended"
+    if verifier.stalled_s > STALLED_S:
+        return f"a step has been running for {verifier.stalled_s:.0f} s"
+    return ""
 
 
 class VerifierActor:
@@ -116,8 +127,8 @@ class VerifierActor:
     async def _expire(self) -> None:
         while time.monotonic() - self._renewed < self._lease_s:
             await asyncio.sleep(min(1.0, self._lease_s / 10))
-            if self._verifier is not None and not self._verifier.alive:
-                log.error("the verifier's loop has ended: the process ends, so that Ray starts it anew")
+            if self._verifier is not None and (lost := _lost(self._verifier)):
+                log.error("%s: the process ends, so that Ray starts it anew", lost)
                 os._exit(1)
         log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
         import ray
@@ -127,6 +138,8 @@ class VerifierActor:
     async def status(self) -> VerifierStatus:
         """The state; asking renews the lease."""
         self._renewed = time.monotonic()
+        if self._verifier is not None and (lost := _lost(self._verifier)):
+            return VerifierStatus("failed", None, lost, os.getpid())
         if self._verifier is not None:
             self._verifier.forget_idle(self._settings.verifier.idle_s)
             stats, name = self._verifier.stats(), self._verifier.fingerprint

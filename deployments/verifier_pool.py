@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from deployments.actors import get_actor, get_or_create_supervisor
+from deployments.actors import get_actor
 from deployments.audit import Auditor
-from deployments.supervisor import MemberInfo, Membership
+from deployments.supervisor import MemberInfo
+from deployments.supervisor_link import SupervisorLink
 from deployments.verifier_actor import VerifierStatus
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.metrics import VERIFIERS_READY, Metrics
 from llm42.models.load import sampled_identity
-from llm42.protocol import Commit, Failure, LLM42Error, VerifierUnavailable, Window
+from llm42.protocol import Commit, Failure, LLM42Error, Overloaded, VerifierUnavailable, Window
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
 LOOK_S = 1.0
-MEMBERSHIP_TIMEOUT_S = 3.0
-MISSES_ALLOWED = 3
-"""Membership calls in a row that a supervisor may leave unanswered before another one is created."""
+MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 AVOID_S = 5.0
 """How long a verifier whose call failed is only a last resort."""
@@ -52,6 +52,8 @@ class Member:
     in_flight: int = 0
     avoid_until: float = 0.0
     """A verify call failed a moment ago: others are chosen first."""
+    failed_at: float = -math.inf
+    """When a call found its actor dead or out of reach; what the supervisor heard before is out of date."""
 
     @property
     def ready(self) -> bool:
@@ -65,13 +67,15 @@ class VerifierPool:
     def __init__(
         self, settings: Settings, metrics: Metrics, observe: Callable[[float], None] = lambda _: None
     ) -> None:
-        """observe: is told how long each committed window waited for its verifier, in seconds."""
+        """observe: is told how long each committed window waited for its verifier, in seconds; infinity for
+        one that was refused because too many waited."""
         self._settings, self._metrics, self._observe = settings, metrics, observe
         self._model_identity = sampled_identity(settings.model.path)
         self.members: list[Member] = []
         self.fingerprint: str | None = None
-        self._supervisor: Any = None
-        self._missed = 0
+        self._supervisor = SupervisorLink(settings, self._model_identity)
+        self._condemned: dict[str, str] = {}
+        """Why, by actor id. They are never asked again, whatever the supervisor says."""
         self._asked: dict[str, str] = {}
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
@@ -131,20 +135,44 @@ class VerifierPool:
         A verifier that died is replaced within seconds, so this waits for one to be ready; the caller bounds
         the wait (session.verify_timeout_s).
         """
+        entered = time.monotonic()
         member = await self._ready_member(windows[0])
-        member.in_flight += len(windows)
         if not cold:
             self._asked.update(dict.fromkeys((w.request_id for w in windows), member.name))
-        began, answered = time.monotonic(), False
+        try:
+            answers = await self._call(member, windows, cold, entered)
+        except Overloaded:
+            if not cold:
+                self._observe(math.inf)
+            raise
+        if cold:
+            return answers
+        for answer in answers:
+            if isinstance(answer, Commit):
+                self._observe(answer.timings.queue_s)
+        self._auditor.consider(member, windows, answers)
+        return answers
+
+    async def _call(
+        self, member: Member, windows: Sequence[Window], cold: bool, entered: float
+    ) -> list[Answer]:
+        """One actor call; what goes wrong is remembered of the member. entered: when the caller's time for
+        this try began."""
+        actor_id, began, answered = member.actor_id, time.monotonic(), False
+        member.in_flight += len(windows)
         try:
             answers: list[Answer] = await member.handle.verify.remote(list(windows), cold)
             answered = True
+            return answers
         except asyncio.CancelledError:
-            # the client has gone, or nothing came in time; only the second is the verifier's doing
-            answered = time.monotonic() - began < self._settings.session.verify_timeout_s - 1.0
+            # the client has gone, or nothing came in time; only the second is the verifier's doing, and only
+            # when the time was not spent on waiting for it to be ready
+            now, limit_s = time.monotonic(), self._settings.session.verify_timeout_s
+            answered = now - entered < limit_s - 1.0 or now - began < limit_s / 2
             raise
         except RayActorError as error:
-            member.status = None  # not chosen again until the supervisor has heard from it
+            if member.actor_id == actor_id:  # else its successor is there already
+                member.status, member.failed_at = None, time.monotonic()
             raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
         except RayTaskError as error:
             if isinstance(error.cause, LLM42Error):
@@ -154,15 +182,8 @@ class VerifierPool:
             raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
         finally:
             member.in_flight -= len(windows)
-            if not answered:
+            if not answered and member.actor_id == actor_id:
                 member.avoid_until = time.monotonic() + AVOID_S
-        if cold:
-            return answers
-        for answer in answers:
-            if isinstance(answer, Commit):
-                self._observe(answer.timings.queue_s)
-        self._auditor.consider(member, windows, answers)
-        return answers
 
     def release(self, request_id: str) -> None:
         """Tells the verifiers that a request is over; nothing waits for it."""
@@ -179,16 +200,19 @@ class VerifierPool:
         await self.require_ready()
         member = self.ready[0]
         try:
-            found = await asyncio.wait_for(member.handle.manifest.remote(), MEMBERSHIP_TIMEOUT_S)
+            found = await asyncio.wait_for(member.handle.manifest.remote(), MANIFEST_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
             raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+        if not found:
+            raise VerifierUnavailable(f"{member.name} has started anew and has no fingerprint yet")
         return fingerprint_of(found), found
 
     async def condemn(self, member: Member, reason: str) -> None:
-        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked."""
+        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked. Each
+        refresh repeats this while the supervisor still has it."""
+        self._condemned[member.actor_id] = reason
         member.status = None
-        if self._supervisor is not None:
-            await self._supervisor.condemn.remote(member.name, member.actor_id, reason)
+        await self._supervisor.condemn(member.name, member.actor_id, reason)
 
     async def _ready_member(self, window: Window) -> Member:
         while (member := self._choose(window)) is None:
@@ -220,38 +244,35 @@ class VerifierPool:
             await asyncio.sleep(WATCH_S)
 
     async def refresh(self) -> None:
-        """Asks the supervisor who is there; one that has died is created anew."""
-        try:
-            if self._supervisor is None:
-                self._supervisor = await asyncio.to_thread(
-                    get_or_create_supervisor, self._settings, self._model_identity
-                )
-            call = self._supervisor.membership.remote()
-            membership: Membership = await asyncio.wait_for(call, MEMBERSHIP_TIMEOUT_S)
-            self._missed = 0
-        except TimeoutError:
-            self._missed += 1
-            if self._missed >= MISSES_ALLOWED:
-                self._supervisor, self._missed = None, 0
-            return
-        except ActorDiedError:
-            self._supervisor = None
-            return
-        except RayActorError as error:
-            log.warning("the supervisor does not answer: %s", type(error).__name__)
+        """Asks the supervisor who is there."""
+        asked = time.monotonic()
+        membership = await self._supervisor.membership()
+        if membership is None:
             return
         self.fingerprint = membership.fingerprint
         known = {m.name: m for m in self.members}
-        self.members = [await self._updated(known.get(info.name), info) for info in membership.members]
+        self.members = [
+            await self._updated(known.get(info.name), info, asked - info.age_s) for info in membership.members
+        ]
+        for info in membership.members:
+            if info.actor_id in self._condemned:
+                await self._supervisor.condemn(info.name, info.actor_id, self._condemned[info.actor_id])
 
-    async def _updated(self, member: Member | None, info: MemberInfo) -> Member:
-        """The member as published. A handle belongs to one actor: after a death it is resolved afresh."""
+    async def _updated(self, member: Member | None, info: MemberInfo, heard: float) -> Member:
+        """The member as published. A handle belongs to one actor: after a death it is resolved afresh.
+
+        heard: a time on this process's clock before which the supervisor cannot have asked for the status.
+        """
         member = member or Member(info.name)
-        member.status = info.status
         if member.actor_id != info.actor_id or (member.handle is None and info.actor_id):
             try:
                 member.handle = await asyncio.to_thread(get_actor, info.name) if info.actor_id else None
                 member.actor_id = member.handle._actor_id.hex() if member.handle is not None else ""
             except ValueError:  # between two actors of that name
                 member.handle, member.actor_id = None, ""
+            member.failed_at = -math.inf
+        of_another = member.actor_id != info.actor_id
+        out_of_date = heard <= member.failed_at
+        useless = of_another or out_of_date or info.actor_id in self._condemned
+        member.status = None if useless else info.status
         return member

@@ -1,0 +1,80 @@
+"""A replica's line to the supervisor, which is created when there is none and killed when it has hung."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from deployments.actors import get_or_create_supervisor
+from deployments.supervisor import Membership
+from llm42.config import Settings
+
+log = logging.getLogger(__name__)
+TIMEOUT_S = 3.0
+HUNG_S = 12.0
+"""A supervisor that has left every call unanswered for this long is killed and created anew: get_if_exists
+would give the same actor again. Its successor must ask the verifiers before their leases end (LEASE_S)."""
+HUNG_START_S = 120.0
+"""The same for one that has not answered this replica before: it may be starting."""
+
+
+class SupervisorLink:
+    """One per replica; belongs to its event loop."""
+
+    def __init__(self, settings: Settings, model_identity: str) -> None:
+        self._settings, self._identity = settings, model_identity
+        self.handle: Any = None
+        self._known = False
+        """Whether the present actor has answered before."""
+        self._heard = 0.0
+        """When it was created or has answered last."""
+
+    async def membership(self) -> Membership | None:
+        """Who is there; None when the supervisor does not say so. Raises what its creation raises."""
+        if self.handle is None:
+            create = get_or_create_supervisor
+            self.handle = await asyncio.to_thread(create, self._settings, self._identity)
+            self._known, self._heard = False, time.monotonic()
+        handle = self.handle
+        try:
+            async with asyncio.timeout(TIMEOUT_S):  # wait_for may swallow the end of the watch
+                found: Membership = await handle.membership.remote()
+        except TimeoutError:
+            await self._unanswered(handle)
+        except ActorDiedError:
+            self._drop(handle)
+        except RayActorError as error:
+            log.warning("the supervisor does not answer: %s", type(error).__name__)
+        except RayError as error:  # it never came to be
+            log.warning("the supervisor could not be started: %s: %s", type(error).__name__, error)
+            self._drop(handle)
+        else:
+            self._known, self._heard = True, time.monotonic()
+            return found
+        return None
+
+    async def condemn(self, name: str, actor_id: str, reason: str) -> None:
+        """Asks for the removal of a verifier. Never raises: the caller repeats it until the removal shows."""
+        if self.handle is None:
+            return
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self.handle.condemn.remote(name, actor_id, reason)
+        except (RayError, TimeoutError) as error:
+            log.warning("the supervisor has not confirmed that %s is condemned: %r", name, error)
+
+    async def _unanswered(self, handle: Any) -> None:
+        silent_s = time.monotonic() - self._heard
+        if self.handle is handle and silent_s > (HUNG_S if self._known else HUNG_START_S):
+            log.error("the supervisor has not answered for %.0f s: it is killed and created again", silent_s)
+            self._drop(handle)
+            await asyncio.to_thread(ray.kill, handle, no_restart=True)
+
+    def _drop(self, handle: Any) -> None:
+        if self.handle is handle:  # else another look has replaced it meanwhile
+            self.handle = None

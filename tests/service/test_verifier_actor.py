@@ -1,0 +1,78 @@
+"""The verifier's actor as a plain object: its start, its state and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments import verifier_actor
+from deployments.verifier_actor import VerifierActor
+from llm42.config import Settings
+from llm42.verifier.jobs import VerifierStats
+
+
+def built(**parts: Any) -> Any:
+    """Stands for a verifier in an actor."""
+    usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
+    return SimpleNamespace(fingerprint="a", **{**usual, **parts})
+
+
+@pytest.mark.parametrize("lost", [{"alive": False}, {"stalled_s": verifier_actor.STALLED_S + 1}])
+async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch, lost: dict[str, Any]
+) -> None:
+    ended: list[int] = []
+    verifier = built()
+    monkeypatch.setattr(verifier_actor, "os", SimpleNamespace(getpid=lambda: 1, _exit=ended.append))
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
+    actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=1.0)
+    while (await actor.status()).state != "ready":
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert ended == []
+    vars(verifier).update(lost)
+    assert (await actor.status()).state == "failed"
+    for _ in range(100):
+        if ended:
+            break
+        await asyncio.sleep(0.02)
+    assert ended
+    for task in actor._tasks:
+        task.cancel()
+
+
+async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def build(_: VerifierActor) -> Any:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("the volume is not mounted yet")
+        return built()
+
+    monkeypatch.setattr(verifier_actor, "RETRY_S", 0.05)
+    monkeypatch.setattr(VerifierActor, "_build", build)
+    actor = VerifierActor(Settings().model_dump(mode="json"))
+    states = set()
+    for _ in range(100):
+        status = await actor.status()
+        states.add((status.state, "not mounted" in status.detail))
+        if status.state == "ready":
+            break
+        await asyncio.sleep(0.02)
+    assert ("failed", True) in states
+    assert (await actor.status()).fingerprint == "a"
+    for task in actor._tasks:
+        task.cancel()
+
+
+async def test_an_actor_refuses_model_files_that_its_replicas_did_not_start_with() -> None:
+    actor = VerifierActor(Settings().model_dump(mode="json"), model_identity="another")
+    while (status := await actor.status()).state == "starting":
+        await asyncio.sleep(0.02)
+    assert "has changed" in status.detail
+    for task in actor._tasks:
+        task.cancel()
