@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from llm42.logs import configure
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
 STATUS_TIMEOUT_S = 5.0
+FIRST_LOOK_S = 2.0
+"""A new supervisor lets replicas wait so long for its first news, which is less than they wait for an answer:
+they go on with what its predecessor has told them."""
 PIN_S = 30.0
 """The pool keeps its fingerprint this long after its last verifier that had it is gone."""
 START_FAILED = (RuntimeEnvSetupError, ActorUnschedulableError)
@@ -80,6 +84,8 @@ class Supervisor:
         self._fingerprint: str | None = None
         self._unpinned_since: float | None = None
         self._condemned = 0
+        self._all_tried = asyncio.Event()
+        """Every wanted verifier has been asked, with or without an answer."""
         self._news = False
         """Whether a verifier has answered since the last time that the scaler looked."""
         configure(self._settings.telemetry, "supervisor")
@@ -91,7 +97,11 @@ class Supervisor:
 
     async def membership(self) -> Membership:
         """Who is there; asking renews the lease."""
-        self._renewed = now = time.monotonic()
+        self._renewed = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_S):
+                await self._all_tried.wait()
+        now = time.monotonic()
         members = tuple(
             MemberInfo(w.name, w.actor_id, self._published(w), now - w.asked) for w in self._wanted
         )
@@ -149,6 +159,8 @@ class Supervisor:
                 if number < self._scaler.wanted:
                     await self._refresh(watched)
                     watched.tried = True
+                    if all(w.tried for w in self._wanted):
+                        self._all_tried.set()
                     self._pin()
                     await self._explain_mixed(watched)
                 else:
@@ -207,7 +219,7 @@ class Supervisor:
 
     def _pin(self) -> None:
         """The pool's fingerprint: the most common one at first, then kept while anyone has it."""
-        if self._fingerprint is None and not all(w.tried for w in self._wanted):
+        if not self._all_tried.is_set():
             return  # the first to answer may be the odd one
         found = Counter(w.status.fingerprint for w in self._wanted if w.status and w.status.fingerprint)
         if self._fingerprint in found:

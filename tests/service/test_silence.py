@@ -112,7 +112,18 @@ async def test_an_answer_under_way_does_not_bring_a_condemned_one_back(
     made._task.cancel()
 
 
-async def test_a_new_supervisor_hears_all_before_it_settles_on_a_fingerprint(cluster: Cluster) -> None:
+async def test_a_new_supervisor_publishes_nothing_before_its_first_look(cluster: Cluster) -> None:
+    first = await started(cluster, verifiers=2)
+    first._task.cancel()
+    second = Supervisor(first._settings.model_dump(mode="json"), "model", lease_s=30.0)
+    assert await states(second) == ["ready", "ready"], "replicas would refuse what they have served"
+    second._task.cancel()
+
+
+async def test_a_new_supervisor_hears_all_before_it_settles_on_a_fingerprint(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_LOOK_S", 0.01)
     first = await started(cluster, verifiers=3)
     first._task.cancel()
     odd, *others = (w.handle for w in first._watched[:3])
