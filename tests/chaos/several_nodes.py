@@ -41,8 +41,8 @@ class Url:
 
 
 async def ask(app: App, seconds: float = 120.0) -> list[Any]:
-    """Four deterministic answers, asked for as clients do: one that is refused for now, or whose connection is
-    cut (the node that is lost may have the ingress, too), is asked for again."""
+    """Four deterministic answers, asked for as clients do: one that is refused for now, or whose connection
+    is cut (the node that is lost may have the ingress, too), is asked for again."""
 
     async def one(number: int) -> list[Any]:
         deadline = time.monotonic() + seconds
