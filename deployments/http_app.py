@@ -171,6 +171,8 @@ class _Service:
             wanted = policy.wants_determinism(body, http.headers)
             made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
             require_renderable(made)
+            if made.deterministic:
+                policy.require_share(len(made.requests))
             trace = http.headers.get("traceparent", "")
             pieces = interleave([self._backend.generate(replace(r, trace=trace)) for r in made.requests])
             if made.deterministic:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -32,7 +33,7 @@ class KeyPolicy:
     def __init__(self, key: ApiKeySettings | None, settings: Settings) -> None:
         """key: None where nobody is asked for a key."""
         self._key, self._server = key, settings.server
-        self._limit = places(settings) * key.deterministic_share if key is not None else None
+        self._most = None if key is None else _most(places(settings) * key.deterministic_share)
         self._held = 0
 
     @property
@@ -56,22 +57,32 @@ class KeyPolicy:
         if asked is None and self._key is not None:
             asked = self._key.deterministic_default
         wanted = self._server.deterministic_default if asked is None else asked
-        if wanted and self._limit == 0:
+        if wanted and self._most == 0:
             raise errors.Forbidden(f"The key '{self.name}' may not ask for deterministic output.")
         return wanted
 
     @property
     def may_verify(self) -> bool:
         """Whether it may use the verifiers at all."""
-        return self._limit != 0
+        return self._most != 0
+
+    def require_share(self, outputs: int) -> None:
+        """Refuses a request of more deterministic outputs than the key may ever hold: after a 429 it
+        would be sent again for nothing. Raises RequestRejected."""
+        if self._most is not None and outputs > self._most:
+            raise RequestRejected(
+                f"The request has {outputs} deterministic outputs (prompts times n); the key '{self.name}'"
+                f" may have {self._most} at a time (deterministic_share).",
+                "n",
+            )
 
     async def hold(self, outputs: int, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """The pieces of a deterministic request, counted as `outputs` while it runs. Raises Overloaded."""
-        if self._limit is not None and self._held and self._held + outputs > self._limit:
+        if self._most is not None and self._held + outputs > self._most:
             await pieces.aclose()
             raise Overloaded(
                 f"The key '{self.name}' has {self._held} deterministic outputs under way; it may have"
-                f" {self._limit:g} (deterministic_share)."
+                f" {self._most} (deterministic_share)."
             )
         self._held += outputs
         try:
@@ -80,6 +91,11 @@ class KeyPolicy:
                     yield piece
         finally:
             self._held -= outputs
+
+
+def _most(share: float) -> int:
+    """Whole outputs in a share of the places; one, where it is less than one place but not nothing."""
+    return max(1, math.floor(round(share, 6))) if share > 0 else 0
 
 
 def places(settings: Settings) -> float:

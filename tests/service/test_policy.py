@@ -16,7 +16,7 @@ from llm42.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion
 
 KEYS = {"full": {}, "never": {"deterministic_share": 0}, "half": {"deterministic_share": 0.5},
-        "always": {"deterministic_default": True}}  # fmt: skip
+        "always": {"deterministic_default": True}, "little": {"deterministic_share": 0.06}}  # fmt: skip
 
 
 def settings_of(**server: Any) -> Settings:
@@ -68,7 +68,7 @@ async def test_keys_are_compared_in_constant_time_and_all_of_them(
     monkeypatch.setattr(policy.hmac, "compare_digest", lambda a, b: seen.append(real(a, b)) or seen[-1])
     async with client(tokenizer, settings=settings_of()) as (http, _):
         await http.get("/v1/models", headers=bearer("full"))
-        assert seen == [True, False, False, False]
+        assert seen == [True, False, False, False, False]
 
 
 async def test_who_gets_determinism(tokenizer: Tokenizer) -> None:
@@ -123,6 +123,39 @@ async def test_a_key_has_its_share_of_the_places(tokenizer: Tokenizer, stream: b
         assert (await ask("full", deterministic=True)).status_code == 200
         assert (await held).status_code == 200
         assert (await ask("half", deterministic=True, n=2)).status_code == 200
+
+
+async def test_a_request_of_more_outputs_than_the_share_is_told_how_many_it_may_have(
+    tokenizer: Tokenizer,
+) -> None:
+    """No 429: it would be sent again for ever. Half of four places is two outputs, and 0.06 of them one."""
+    async with client(tokenizer, settings=settings_of()) as (http, backend):
+
+        async def ask(key: str, **fields: Any) -> Any:
+            return await http.post(
+                "/v1/completions", json=completion(deterministic=True, **fields), headers=bearer(key)
+            )
+
+        for key, most, over in (("half", 2, 3), ("little", 1, 2)):
+            refusal = assert_error(await ask(key, n=over), 400, "n")
+            assert f"may have {most} at a time" in refusal["message"]
+            assert_error(await ask(key, prompt=["a"] * over), 400, "n")
+            assert backend.requests == []
+            assert (await ask(key, n=most)).status_code == 200
+            assert len(backend.requests) == most
+            backend.requests.clear()
+        assert (await ask("full", n=4)).status_code == 200
+        over_all = {"n": 16, "deterministic": False}
+        assert (
+            await http.post("/v1/completions", json=completion(**over_all), headers=bearer("little"))
+        ).is_success
+
+
+@pytest.mark.parametrize(
+    ("share", "most"), [(0.0, 0), (0.06, 1), (1.0, 1), (1.92, 1), (2.0, 2), (0.29 * 100, 29), (32.0, 32)]
+)
+def test_whole_outputs_of_a_share(share: float, most: int) -> None:
+    assert policy._most(share) == most
 
 
 async def test_control_without_the_count_all_are_let_in(
