@@ -129,9 +129,11 @@ def _receipt(body: GenerationBody, deterministic: bool) -> ReceiptOptions | None
 
 def choice_seed(seed: int, choice: int) -> int:
     """The unsigned 64-bit seed of one of n choices: the request's own for choice 0, else derived."""
+    unsigned = seed & _SEED_MASK
     if choice == 0:
-        return seed & _SEED_MASK
-    return int.from_bytes(hashlib.sha256(f"llm42:{seed}:{choice}".encode()).digest()[:8], "little")
+        return unsigned
+    signed = unsigned - 2**64 if unsigned >= 2**63 else unsigned  # -1 and 2**64 - 1 are one seed
+    return int.from_bytes(hashlib.sha256(f"llm42:{signed}:{choice}".encode()).digest()[:8], "little")
 
 
 def _base_seed(given: int | None, deterministic: bool, default: int) -> int:
