@@ -126,12 +126,15 @@ class Errors:
         """The response of an exception: our typed errors, and 500 for the rest."""
         return self.respond(*describe(error))
 
-    async def on_validation_error(self, _: Request, error: Exception) -> Response:
-        """FastAPI's 422 becomes a 400 that names the field."""
+    async def on_validation_error(self, request: Request, error: Exception) -> Response:
+        """FastAPI's 422 becomes a 400 that names the field, or says why the body is no JSON object."""
         assert isinstance(error, RequestValidationError)
         first = _most_telling(error.errors())
         if first["type"] == "json_invalid":
-            return self.respond(400, error_object("The body is not valid JSON.", 400, None, "invalid_json"))
+            text = f"The body is not valid JSON: {first['ctx']['error']} at position {first['loc'][1]}."
+            return self.respond(400, error_object(text, 400, None, "invalid_json"))
+        if tuple(first["loc"]) == ("body",) and first["type"] in _NO_OBJECT:
+            return self.respond(400, _no_object(first["type"], request))
         where = [str(part) for part in first["loc"] if part != "body"]
         param = where[0] if where else (first.get("ctx") or {}).get("param")
         message = first["msg"].removeprefix("Value error, ")
@@ -141,12 +144,41 @@ class Errors:
     async def on_http_exception(self, _: Request, error: Exception) -> Response:
         """Unknown paths, wrong methods, unreadable bodies."""
         assert isinstance(error, HTTPException)
-        code = {408: "body_timeout", 413: "body_too_large"}.get(error.status_code)
-        return self.respond(error.status_code, error_object(str(error.detail), error.status_code, None, code))
+        status, text = error.status_code, str(error.detail)
+        code = {408: "body_timeout", 413: "body_too_large"}.get(status)
+        if status == 400 and error.__cause__ is not None:
+            text, code = _unreadable(error.__cause__), "invalid_json"
+        return self.respond(status, error_object(text, status, None, code))
 
     async def on_error(self, _: Request, error: Exception) -> Response:
         """What a handler has let through."""
         return self.from_exception(error)
+
+
+_NO_OBJECT = frozenset({"missing", "model_attributes_type", "model_type", "dict_type"})
+"""What pydantic says of a body that is no JSON object."""
+
+
+def _no_object(kind: str, request: Request) -> dict[str, Any]:
+    """The error of a body that is empty, is another JSON value, or was not read as JSON."""
+    content_type = request.headers.get("content-type", "")
+    if kind == "missing":
+        return error_object("The body is empty; a JSON object is needed.", 400, None, "invalid_json")
+    if content_type and "json" not in content_type.lower():
+        text = f"The body was not read: its Content-Type must be application/json, not '{content_type}'."
+        return error_object(text, 400, None, "invalid_value")
+    return error_object("The body must be a JSON object.", 400, None, "invalid_value")
+
+
+def _unreadable(cause: BaseException) -> str:
+    """Why a body could not be decoded; FastAPI itself names JSON's syntax errors only."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"The body is not valid UTF-8: {cause.reason} at byte {cause.start}."
+    if isinstance(cause, RecursionError):
+        return "The body is nested too deeply."
+    if isinstance(cause, ValueError) and "digits" in str(cause):
+        return "A number in the body has too many digits."
+    return "The body could not be read."
 
 
 def _most_telling(found: Sequence[Any]) -> Any:

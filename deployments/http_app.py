@@ -85,7 +85,9 @@ def create_app(
     settings: Settings, tokenizer: Tokenizer, backend: Backend, metrics: Metrics | None = None
 ) -> FastAPI:
     """The application; every reply and error is in OpenAI's shape, and every error status is counted."""
-    app = FastAPI(title="LLM-42", version=__version__, docs_url="/docs", redoc_url=None)
+    app = FastAPI(
+        title="LLM-42", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
+    )
     answers = errors.Errors(metrics or NullMetrics())
     app.add_exception_handler(RequestValidationError, answers.on_validation_error)
     app.add_exception_handler(HTTPException, answers.on_http_exception)

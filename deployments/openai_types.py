@@ -191,6 +191,16 @@ class ChatBody(TemplateOptions, GenerationBody):
             raise about("top_logprobs", "needs logprobs: true")
         return self
 
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatBody:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise about(
+                "max_completion_tokens",
+                "max_tokens and max_completion_tokens are two names of one field and disagree",
+            )
+        return self
+
 
 class TokenizeBody(ClosedPart, TemplateOptions):
     """POST /tokenize: a text, or messages as they would become a prompt."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from deployments.errors import ModelNotFound
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
+from deployments.openai_types import NEUTRAL, ChatBody, CompletionBody, GenerationBody, ReceiptOptions
 from deployments.prompts import echoes_of, prompts_of
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
@@ -59,10 +59,12 @@ def plan(
     if body.model != settings.model.name:
         raise ModelNotFound(body.model, settings.model.name)
     if (name := body.unsupported()) is not None:
-        raise RequestRejected(
-            f"'{name}' is not supported with this value. It would change the output, so it is not ignored.",
-            name,
+        what = (
+            f"'{name}' is not supported with this value. It would"
+            if name in NEUTRAL
+            else (f"Unknown field '{name}'. It might")
         )
+        raise RequestRejected(f"{what} change the output, so it is not ignored.", name)
     if deterministic is None:
         said = body.asks_for_determinism
         deterministic = settings.server.deterministic_default if said is None else said
