@@ -110,6 +110,14 @@ def test_rules_and_dashboards_are_the_files(tmp_path: Path) -> None:
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def test_runbooks_have_an_address_when_one_is_given() -> None:
+    plain = json.dumps(helm.one(helm.render(PLUS_ONE), "PrometheusRule")["spec"])
+    assert "runbook_url" not in plain
+    values = "prometheusRule: {runbookPrefix: 'https://git.example/llm42/'}"
+    linked = json.dumps(helm.one(helm.render(PLUS_ONE, values=values), "PrometheusRule")["spec"])
+    assert linked == plain.replace('"runbook": "', '"runbook_url": "https://git.example/llm42/')
+
+
 def test_our_rules_and_dashboards_name_metrics_that_exist() -> None:
     from llm42.metrics import CATALOGUE
 
