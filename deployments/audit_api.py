@@ -43,7 +43,7 @@ MAX_RUNNING = 16
 class AuditBody(ClosedPart):
     """POST /v1/audit. `records` are the objects of docs/audits.md, each judged on its own."""
 
-    records: Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    records: Annotated[list[Any], Field(min_length=1)]
     manifests: list[dict[str, Any]] = Field(default=[], fail_fast=True)
     """Replies of GET /v1/fingerprint, of the fingerprints that the records have."""
 
@@ -101,7 +101,7 @@ class _Audits:
         }
 
 
-def read_claims(records: Sequence[Mapping[str, Any]], findings: list[Finding]) -> list[Claim]:
+def read_claims(records: Sequence[Any], findings: list[Finding]) -> list[Claim]:
     """The records' outputs, numbered from 0; a record that cannot be read is a finding."""
     claims: list[Claim] = []
     for number, record in enumerate(records):
@@ -141,8 +141,10 @@ def planner(settings: Settings, tokenizer: Tokenizer) -> Planner:
             return plan(kind.model_validate(asked), settings, tokenizer).requests
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise RequestRejected(f"{where}: {first['msg']}") from error
+            # an error of the body as a whole names its field beside the place (bodies.about)
+            where = ".".join(map(str, first["loc"])) or str(first.get("ctx", {}).get("param", ""))
+            said = f"{where}: {first['msg']}" if where else first["msg"]
+            raise RequestRejected(said) from error
 
     return made
 

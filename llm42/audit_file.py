@@ -45,10 +45,12 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a file of JSON lines. Raises AuditFileError when there is none or nothing in it."""
+    """Reads a file of JSON lines. Raises AuditFileError when there is none, nothing in it, or JSON of
+    another layout."""
     try:
         with path.open("rb") as lines:
             records = parse_lines(lines)
+        _require_lines(path, records)
     except OSError as error:
         raise AuditFileError(f"{path}: {error.strerror or error}") from error
     if not (records.claims or records.bad):
@@ -80,11 +82,14 @@ def parse_lines(lines: Iterable[bytes]) -> Records:
 
 def _json(raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
+        text = raw.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_name_twice)
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from error
     except json.JSONDecodeError as error:
         raise BadRecord(f"not JSON: {error.msg} at column {error.colno}") from error
+    except BadRecord:
+        raise
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
@@ -94,3 +99,33 @@ def _json(raw: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a name be there twice, and readers differ in which one they take."""
+    value: dict[str, Any] = {}
+    for name, item in pairs:
+        if name in value:
+            raise BadRecord(f"{name!r} is there twice in one object")
+        value[name] = item
+    return value
+
+
+def _require_lines(path: Path, records: Records) -> None:
+    """Raises AuditFileError for one JSON value where one in each line is needed: told once, and not for every
+    line of it."""
+    if not records.bad:
+        return
+    text = path.read_bytes().decode("utf-8-sig", "replace").strip()
+    try:
+        first, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return
+    listed = isinstance(first, list) and end == len(text)
+    if listed or "\n" in text[:end]:
+        what = "one JSON array" if isinstance(first, list) else "JSON over several lines"
+        how = "'.[]'" if isinstance(first, list) else "."
+        raise AuditFileError(
+            f"{path} holds {what}; JSON Lines is needed: one record a line"
+            f" (jq -c {how} {path.name} > records.jsonl makes it)"
+        )

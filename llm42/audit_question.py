@@ -26,6 +26,12 @@ BIAS = (-100, 100)
 MAX_BIASES = 1024
 
 
+class Contradiction(LLM42Error):
+    """The record says two things that exclude each other: whatever is canonical, its answer differs."""
+
+    code = "contradiction"
+
+
 class Questions:
     """Makes requests of claims. The body of a record is planned once for all its choices, so claims of one
     record should come one after another. For one thread."""
@@ -36,8 +42,12 @@ class Questions:
         self._planned: Sequence[Request] | LLM42Error = ()
 
     def of(self, claim: Claim, name: str) -> Request:
-        """The request as it was sent, under another id. Raises LLM42Error for one that the service would
-        never have run. Without a stored body, nothing is known of its end: max_tokens and stops."""
+        """The request as it was sent, under another id. Without a stored body, nothing is known of its end:
+        max_tokens and stops.
+
+        Raises LLM42Error for one that the service would never have run, Contradiction for a reply with
+        other choices than the stored body asks for.
+        """
         if claim.body is not None:
             request = _chosen(claim, self._plan(claim))
         else:
@@ -54,7 +64,7 @@ class Questions:
             try:
                 self._planned = self._planner(claim.body)
             except LLM42Error as error:
-                self._planned = error
+                self._planned = LLM42Error(f"the stored request: {error}")
         if isinstance(self._planned, LLM42Error):
             raise self._planned
         return self._planned
@@ -94,9 +104,12 @@ def _chosen(claim: Claim, planned: Sequence[Request]) -> Request:
 
     A body without a seed was run with the server's default of its day, which the receipt has kept.
     """
-    if claim.numbered:
+    if claim.choices is not None:
+        if claim.choices != len(planned):
+            text = f"the stored reply has {claim.choices} choices; the request asks for {len(planned)}"
+            raise Contradiction(text)
         if claim.choice >= len(planned):
-            raise LLM42Error(f"it has no choice {claim.choice}")
+            raise Contradiction(f"the stored request has no choice {claim.choice}")
         return _seeded(claim, planned[claim.choice])
     number = _number(claim.receipt) if claim.receipt else 0
     first = number if number < len(planned) else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import queue
 import threading
@@ -11,6 +12,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from llm42.audit_file import Records
@@ -23,6 +25,7 @@ CONCURRENCY = 4
 ATTEMPTS = 8
 TIMEOUT_S = 1800.0
 RETRIED = (429, 502, 503)
+STRANGER = "what answers there is no LLM-42 server (a JSON object is needed): look at the URL"
 Numbered = list[tuple[int, dict[str, Any]]]
 
 
@@ -46,7 +49,10 @@ class RemoteAudit:
 
     def fingerprint(self) -> str:
         """The server's. Raises ServerProblem."""
-        return str(self._call("/v1/fingerprint")["fingerprint"])
+        found = self._call("/v1/fingerprint").get("fingerprint")
+        if not isinstance(found, str):
+            raise ServerProblem(f"{self._url}/v1/fingerprint: {STRANGER}")
+        return found
 
     def audit(self, records: Records, found: Callable[[Finding], None]) -> None:
         """Tells `found` about every claim, from several threads one at a time. What the server refuses to
@@ -87,17 +93,33 @@ class RemoteAudit:
             request = urllib.request.Request(self._url + path, data, self._headers)
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-                    answer: dict[str, Any] = json.load(reply)
-                    return answer
+                    return _object(reply.read())
             except urllib.error.HTTPError as error:
                 message = _message(error)
                 if error.code not in RETRIED or attempt == ATTEMPTS - 1:
                     raise ServerProblem(f"{self._url}{path}: {error.code}: {message}") from error
-                time.sleep(min(10.0, float(error.headers.get("Retry-After") or 0.5 * 2**attempt)))
-            except (OSError, ValueError) as error:
-                reason = getattr(error, "reason", None) or error
+                time.sleep(_pause(error, attempt))
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                strange = isinstance(error, (ValueError, http.client.HTTPException))
+                reason = STRANGER if strange else getattr(error, "reason", None) or error
                 raise ServerProblem(f"{self._url}{path}: {reason}") from error
         raise AssertionError("unreachable")
+
+
+def _object(reply: bytes) -> dict[str, Any]:
+    """What an answer holds. Raises ValueError for anything but a JSON object."""
+    answer = json.loads(reply)
+    if not isinstance(answer, dict):
+        raise ValueError("no JSON object")
+    return answer
+
+
+def _pause(error: urllib.error.HTTPError, attempt: int) -> float:
+    """Seconds until the next attempt: what the server says, if it is a number."""
+    seconds = 0.5 * 2**attempt
+    with suppress(ValueError):
+        seconds = float(error.headers.get("Retry-After") or seconds)
+    return min(10.0, max(0.0, seconds))
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -95,7 +95,7 @@ class Receipt:
         """Reads what `to_json` wrote. Raises InvalidReceipt."""
         if not isinstance(value, Mapping):
             raise InvalidReceipt("a receipt is a JSON object")
-        if value.get("v") != VERSION:
+        if type(value.get("v")) is not int or value["v"] != VERSION:  # true is equal to 1, too
             raise InvalidReceipt(f"receipt: v is {value.get('v')!r}; this version reads {VERSION}")
         known = {f.name for f in fields(cls)}
         body = {name: v for name, v in value.items() if name != "v"}
@@ -106,6 +106,10 @@ class Receipt:
         for tokens in (receipt.prompt, receipt.output):
             require_token_ids(tokens or (), "receipt")
         return receipt
+
+    def signed_fields(self) -> Receipt:
+        """Without the signature and without the ids that the hashes stand for."""
+        return replace(self, prompt=None, output=None, key=None, hmac=None)
 
     def signed_bytes(self) -> bytes:
         """What an HMAC covers: the typed values, so that another JSON writer's spelling does not matter."""
@@ -206,6 +210,13 @@ class Signature(StrEnum):
     UNSIGNED = "unsigned"
     UNKNOWN_KEY = "unknown_key"
     """Signed with a key that is not configured here."""
+
+
+def joint(signatures: Iterable[Signature]) -> Signature:
+    """Of receipts with the same content: one that is invalid spoils the others, one that is valid proves
+    all."""
+    order = (Signature.INVALID, Signature.VALID, Signature.UNKNOWN_KEY, Signature.UNSIGNED)
+    return min(signatures, key=order.index, default=Signature.UNSIGNED)
 
 
 class Keyring:

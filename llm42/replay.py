@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llm42.audit_question import Questions
+from llm42.audit_question import Contradiction, Questions
 from llm42.canon import Canon, Planner, patiently
 from llm42.claims import Claim
 from llm42.config import AuditSettings
@@ -30,7 +30,7 @@ from llm42.protocol import (
     TokenLogprob,
     Window,
 )
-from llm42.receipt import Keyring, Signature, finite
+from llm42.receipt import Keyring, Signature, finite, joint
 from llm42.tokenizer import Tokenizer
 from llm42.verdict import (
     Canonical,
@@ -40,6 +40,7 @@ from llm42.verdict import (
     canonical,
     first_difference,
     logprob_problem,
+    names_problem,
     question_problem,
     receipt_problem,
     text_problem,
@@ -125,28 +126,31 @@ class Replayer:
 
     def _case(self, claim: Claim) -> _Case | Finding:
         """What is to be computed, or a finding where that is not needed."""
-        signature = self._keyring.check(claim.receipt) if claim.receipt else Signature.UNSIGNED
+        receipts = (r for r in (claim.receipt, claim.second) if r is not None)
+        signature = joint(self._keyring.check(r) for r in receipts)
         place = (claim.line, claim.choice, claim.id)
         try:
             return self._asked(claim, signature)
-        except LLM42Error as error:
-            return Finding(*place, Verdict.FAILED, f"the stored request: {error}", signature)
+        except Contradiction as error:
+            return Finding(*place, Verdict.DIFFERS, str(error), signature)
         except Exception as error:
             return Finding(*place, Verdict.FAILED, _told(error), signature)
 
     def _asked(self, claim: Claim, signature: Signature) -> _Case | Finding:
-        """The same. Raises LLM42Error for a question that cannot have been asked."""
+        """The same. Raises LLM42Error for a question that cannot have been asked, and Contradiction for an
+        answer to another one."""
         if signature == Signature.INVALID:
             text = "the receipt's HMAC is not that of its content: it was changed, or signed with another key"
             return Finding(claim.line, claim.choice, claim.id, Verdict.BAD_SIGNATURE, text, signature)
         if claim.fingerprint != self.fingerprint:
             return self._other_fingerprint(claim, claim.fingerprint, signature)
         if claim.contradiction:
-            place = (claim.line, claim.choice, claim.id)
-            return Finding(*place, Verdict.DIFFERS, claim.contradiction, signature)
+            raise Contradiction(claim.contradiction)
+        if claim.manifest is not None and fingerprint_of(claim.manifest) != claim.fingerprint:
+            raise Contradiction("the manifest in the record is not that of its fingerprint")
         request = self._questions.of(claim, f"audit-{self._run}-{claim.line}-{claim.choice}")
         if request.max_tokens < 1:
-            raise LLM42Error("it asks for no output: there is nothing to compare")
+            raise LLM42Error("the stored request asks for no output: there is nothing to compare")
         case = _Case(claim, request, signature, claim.output)
         if problem := question_problem(claim, request):
             return case.finding(Verdict.DIFFERS, problem)
@@ -218,8 +222,13 @@ class Replayer:
             return case.finding(Verdict.DIFFERS, reason, difference=difference, **counted)
         logprobs = [p.logprob for part in parts for p in part.entries]
         problem = receipt_problem(claim.receipt, output, logprobs) if claim.receipt else ""
-        problem = problem or text_problem(claim, case.request, output, self._tokenizer)
+        problem = problem or self._shown_problem(case, output)
         return case.finding(Verdict.DIFFERS if problem else Verdict.CONFIRMED, problem, **counted)
+
+    def _shown_problem(self, case: _Case, output: Sequence[int]) -> str:
+        """How canonical tokens contradict all that is text in the record."""
+        problem = text_problem(case.claim, case.request, output, self._tokenizer)
+        return problem or names_problem(case.claim.names, output, self._tokenizer)
 
     async def _explained(self, case: _Case, found: Difference) -> Difference:
         """Adds what the verifier gives the recorded token."""
@@ -260,8 +269,8 @@ class Replayer:
         problem = ""
         if claim.receipt is not None:
             problem = receipt_problem(claim.receipt, output, [p.logprob for p in entries])
-        problem = problem or text_problem(claim, case.request, output, self._tokenizer)
         problem = problem or logprob_problem(claim.logprobs, entries)
+        problem = problem or self._shown_problem(case, output)
         counted = {"tokens": len(output), "rows": len(request.prompt) + len(output)}
         return case.finding(Verdict.DIFFERS if problem else Verdict.CONFIRMED, problem, **counted)
 

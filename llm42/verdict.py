@@ -7,8 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
+from llm42.audit_claim import Names
 from llm42.audit_question import prompt_fits
 from llm42.claims import Claim
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
@@ -145,6 +147,28 @@ def logprob_problem(recorded: Sequence[float] | None, found: Sequence[TokenLogpr
     pairs = zip(recorded, found, strict=True)
     odd = [i for i, (value, entry) in enumerate(pairs) if bits(value) != bits(finite(entry.logprob))]
     return f"the log-probabilities are not the canonical ones, from token {odd[0]} on" if odd else ""
+
+
+def names_problem(names: Names, output: Sequence[int], tokenizer: Tokenizer) -> str:
+    """How canonical tokens contradict the texts, bytes and places that a reply's log-probabilities give
+    them; empty when they do not."""
+    texts = [tokenizer.token_text(token) for token in output]
+    raw = [tokenizer.token_bytes(token) for token in output]
+    starts = list(accumulate(map(len, texts), initial=0))[:-1]
+    stored: tuple[tuple[str, Sequence[Any] | None, Sequence[Any]], ...] = (
+        ("texts", names.texts, texts),
+        ("bytes", names.raw, raw),
+        ("offsets", names.offsets, starts),
+    )
+    for what, said, right in stored:
+        if said is None:
+            continue
+        if len(said) != len(right):
+            return f"{len(said)} {what} of tokens are stored beside the log-probabilities, not {len(right)}"
+        odd = [i for i, (a, b) in enumerate(zip(said, right, strict=True)) if a not in (None, b)]
+        if odd:
+            return f"the {what} beside the log-probabilities are not the tokens', from token {odd[0]} on"
+    return ""
 
 
 def question_problem(claim: Claim, request: Request) -> str:

@@ -105,7 +105,7 @@ async def test_an_answer_of_many_windows_is_sent_in_pieces(
 def exchange(choices: int, **more: Any) -> dict[str, Any]:
     reply = {
         "system_fingerprint": FINGERPRINT,
-        "choices": [{"index": i, "text": "x"} for i in range(choices)],
+        "choices": [{"index": i, "text": "x", "finish_reason": "length"} for i in range(choices)],
     }
     return {"request": ASK | {"n": choices} | more, "response": reply}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socketserver
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,36 @@ def test_a_text_and_a_hash_are_generated_again_here(tmp_path: Path, stored: Line
 def test_sampling_is_written_as_it_is_read() -> None:
     sampling = request_of("x", 1).sampling
     assert sampling_to_json(sampling) == {"temperature": 1.0, "top_p": 0.95, "seed": "11"}
+
+
+class Stranger(socketserver.StreamRequestHandler):
+    """Something that is no LLM-42 server."""
+
+    answer = b""
+
+    def handle(self) -> None:
+        self.rfile.readline()
+        self.wfile.write(self.answer)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "answer", [HEAD + b"<html>", HEAD + b"[1]", HEAD + b"{}", HEAD + b"\xff", b"-ERR unknown command\r\n"]
+)
+def test_what_is_no_llm42_server_is_said(tmp_path: Path, config: Path, answer: bytes) -> None:
+    handler = type("Answering", (Stranger,), {"answer": answer})
+    line = {"fingerprint": "llm42-0", "prompt": [1], "output": [2], "sampling": {}}
+    with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            result = run(
+                tmp_path / "a.jsonl", [line], config, "--url", f"http://127.0.0.1:{server.server_address[1]}"
+            )
+        finally:
+            server.shutdown()
+            thread.join()
+    assert result.exit_code == 3, result.output
+    assert "no LLM-42 server" in " ".join(result.output.split())

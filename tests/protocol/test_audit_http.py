@@ -156,7 +156,7 @@ async def test_an_audit_is_bounded_and_needs_a_verifier(lab: Lab, settings: Sett
             in (await post(http, "/v1/audit", {"records": [flat] * 3}, 400))["error"]["message"]
         )
         await post(http, "/v1/audit", {"records": []}, 400)
-        await post(http, "/v1/audit", {"records": [4]}, 400)
+        await post(http, "/v1/audit", {"records": {}}, 400)
         backend.up = False
         await post(http, "/v1/audit", {"records": [flat]}, 503)
         backend.up = True

@@ -42,7 +42,10 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "deter
 REPLY: dict[str, Any] = {
     "id": "cmpl-1",
     "system_fingerprint": "llm42-x",
-    "choices": [{"index": 0, "text": "yo"}, {"index": 1, "text": "ho"}],
+    "choices": [
+        {"index": 0, "text": "yo", "finish_reason": "stop"},
+        {"index": 1, "text": "ho", "finish_reason": "stop"},
+    ],
     "llm42": {"seed": 42},
 }
 
@@ -119,8 +122,28 @@ BAD: list[tuple[Any, str]] = [
     (FLAT | {"logprobs": [10**400, 1]}, "logprobs"),
     (FLAT | {"prompt_len": 3}, "prompt_len is 3"),
     (FLAT | {"text": 4}, "text: text is needed"),
+    ('{"id": "a", "id": "b"}', "'id' is there twice"),
     (FLAT | {"request": {"model": "x"}}, "request"),
     ({"receipt": {}}, "v is None"),
+    ({"receipt": RECEIPT, "foo": 1}, "unknown field 'foo'"),
+    ({"receipt": RECEIPT, "finish_reason": "stop"}, "unknown field 'finish_reason'"),
+    ({"receipt": RECEIPT, "prompt_len": 5}, "prompt_len is 5; the prompt has 2"),
+    ({"receipt": RECEIPT, "request": BODY | {"deterministic": False}}, "request.deterministic is False"),
+    (RECEIPT | {"text": "yo"}, "unknown field 'text'"),
+    (FLAT | {"finish": "stop"}, "unknown field 'finish'"),
+    (FLAT | {"prompt_len": True}, "prompt_len is True"),
+    (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "no prompt"),
+    ({"request": BODY, "response": REPLY, "output": [3]}, "unknown field 'output'"),
+    ({"request": BODY, "response": REPLY, "fingerprint": "llm42-x"}, "unknown field 'fingerprint'"),
+    ({"request": BODY, "response": REPLY, "receipt": RECEIPT}, "record: one receipt for each"),
+    ({"response": REPLY, "receipt": RECEIPT, "receipts": [RECEIPT] * 2}, "exclude each other"),
+    ({"request": BODY | {"deterministic": False}, "response": REPLY}, "request.deterministic is False"),
+    ({"request": BODY | {"is_deterministic": 0}, "response": REPLY}, "request.is_deterministic is 0"),
+    ({"request": BODY, "response": REPLY | {"llm42": {"deterministic": False}}}, "llm42.deterministic is"),
+    (
+        {"request": BODY, "response": REPLY | {"choices": [{"message": {"content": None}}]}},
+        "text .* is needed",
+    ),
     ({"receipt": RECEIPT | {"output_len": 0}}, "output_len"),
     ({"request": BODY, "response": {}}, "response"),
     ({"request": BODY, "response": REPLY | {"system_fingerprint": None}}, "no fingerprint"),
@@ -171,3 +194,22 @@ def test_a_file_without_records_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(AuditFileError, match="holds no records"):
         read_records(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_or_a_pretty_printed_file_gets_one_hint(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([FLAT, FLAT], indent=indent))
+    with pytest.raises(AuditFileError, match=r"one JSON array; JSON Lines is needed.*jq -c '\.\[\]' a\.json"):
+        read_records(path)
+    pretty = json.dumps(FLAT, indent=2)
+    for text in (pretty, f"\n{pretty}\n{pretty}\n"):
+        path.write_text(text)
+        with pytest.raises(AuditFileError, match="several lines; JSON Lines is needed"):
+            read_records(path)
+
+
+def test_an_array_among_records_stays_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"[1]\n{json.dumps(FLAT)}\n")
+    assert [b.line for b in read_records(path).bad] == [1]

@@ -115,6 +115,8 @@ def test_another_json_writers_numbers_do_not_break_a_signature() -> None:
     ("change", "said"),
     [
         ({"v": 2}, "v is 2"),
+        ({"v": True}, "v is True"),
+        ({"v": 1.0}, "v is 1.0"),
         ({"extra": 1}, "unknown field 'extra'"),
         ({"prompt_len": "3"}, "prompt_len"),
         ({"output": [-1]}, "not a token id"),
