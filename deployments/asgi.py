@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments import errors
+from llm42.logs import bound
 
 MAX_BODY_BYTES = 8 << 20
 REQUEST_ID = "X-Request-ID"
@@ -99,7 +100,8 @@ class BodyLimit:
 
 class RequestIds:
     """Gives every answer an X-Request-ID: the client's own, if it is fit for a header, else the handler's,
-    else a new one."""
+    else a new one. `request_id` of the request's state is ours in any case, and a handler may set it;
+    lines of the log have the client's as `client_request_id`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -110,16 +112,20 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
+        logged = "".join(c if c.isascii() and c.isprintable() else "?" for c in given[:MAX_REQUEST_ID])
         if not (given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID):
             given = ""
+        state = scope.setdefault("state", {})
+        state["request_id"] = uuid.uuid4().hex
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID] = given or headers.get(REQUEST_ID) or uuid.uuid4().hex
+                headers[REQUEST_ID] = given or headers.get(REQUEST_ID) or state["request_id"]
             await send(message)
 
-        await self._app(scope, receive, with_id)
+        with bound(client_request_id=logged):
+            await self._app(scope, receive, with_id)
 
 
 _TOO_LONG = f"At most {MAX_BODY_BYTES} bytes of body are read."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,14 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
+from llm42.logs import event
 from llm42.metrics import OTHER, REJECTS, Metrics
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 
+log = logging.getLogger(__name__)
+MAX_PATH_CHARS = 200
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 100
 RETRY_AFTER_S = {429: 1, 503: 5}
 _TYPES = {
@@ -106,25 +111,51 @@ def sse_error(error: Exception) -> str:
     return f"data: {json.dumps(describe(error)[1])}\n\n"
 
 
+class ErrorReply(Response):
+    """An error as it is sent, with its line in the log: where it is sent, the request is known."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: dict[str, str], reason: str) -> None:
+        """reason: what the log says, which holds nothing of a prompt."""
+        # ASCII, because the message may quote a lone surrogate that the request held
+        super().__init__(json.dumps(body), status, headers, media_type="application/json")
+        self._code, self._reason = body["error"]["code"], reason
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Logs and sends."""
+        event(
+            log,
+            "refused" if self.status_code < 500 else "failed",
+            request_id=scope.get("state", {}).get("request_id"),
+            status=self.status_code,
+            code=self._code,
+            reason=self._reason,
+            method=scope["method"],
+            path=scope["path"][:MAX_PATH_CHARS],
+        )
+        await super().__call__(scope, receive, send)
+
+
 class Errors:
     """Errors as responses, counted by their code."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def respond(self, status: int, body: dict[str, Any]) -> Response:
-        """The error as a response, with Retry-After where waiting helps."""
+    def respond(self, status: int, body: dict[str, Any], reason: str | None = None) -> Response:
+        """The error as a response, with Retry-After where waiting helps. reason: for the log; the message."""
         self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
         retry = RETRY_AFTER_S.get(status)
         headers = {"Retry-After": str(retry)} if retry else {}
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        # ASCII, because the message may quote a lone surrogate that the request held
-        return Response(json.dumps(body), status, headers, media_type="application/json")
+        return ErrorReply(status, body, headers, body["error"]["message"] if reason is None else reason)
 
     def from_exception(self, error: Exception) -> Response:
         """The response of an exception: our typed errors, and 500 for the rest."""
-        return self.respond(*describe(error))
+        status, body = describe(error)
+        # what a chat template or a parser says of its input may quote it
+        quotes = isinstance(error, RequestRejected) and error.__cause__ is not None
+        return self.respond(status, body, str(error).partition(":")[0] if quotes else None)
 
     async def on_validation_error(self, request: Request, error: Exception) -> Response:
         """FastAPI's 422 becomes a 400 that names the field, or says why the body is no JSON object."""

@@ -172,6 +172,7 @@ class _Service:
             policy: KeyPolicy = http.state.policy
             wanted = policy.wants_determinism(body, http.headers)
             made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
+            http.state.request_id = made.id
             require_renderable(made)
             if made.deterministic:
                 policy.require_share(len(made.requests))

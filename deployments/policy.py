@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments import errors
 from deployments.openai_types import GenerationBody
 from llm42.config import ApiKeySettings, Settings
+from llm42.logs import bound
 from llm42.protocol import Overloaded, RequestRejected
 
 HEADER = "X-LLM42-Deterministic"
@@ -108,7 +109,7 @@ def places(settings: Settings) -> float:
 
 class KeyGate:
     """ASGI: refuses requests without a valid key (HTTP 401) where keys are configured, and puts the key's
-    policy into the request's state."""
+    policy into the request's state and its name into lines of the log."""
 
     def __init__(self, app: ASGIApp, settings: Settings, answers: errors.Errors) -> None:
         self._app, self._answers = app, answers
@@ -118,14 +119,17 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything but HTTP through."""
+        name = ""
         if scope["type"] == "http":
             policy = self._find(Headers(scope=scope).get("authorization", ""))
             if policy is None and scope["path"] not in OPEN_PATHS:
                 refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
                 await self._answers.from_exception(refusal)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["policy"] = policy or self._anyone
-        await self._app(scope, receive, send)
+            scope.setdefault("state", {})["policy"] = policy = policy or self._anyone
+            name = policy.name
+        with bound(key=name):
+            await self._app(scope, receive, send)
 
     def _find(self, header: str) -> KeyPolicy | None:
         """The policy of the presented key. Every key is compared, whichever fits: the time tells nothing."""

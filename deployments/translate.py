@@ -62,7 +62,7 @@ def plan(
         what = (
             f"'{name}' is not supported with this value. It would"
             if name in NEUTRAL
-            else (f"Unknown field '{name}'. It might")
+            else f"Unknown field '{name}'. It might"
         )
         raise RequestRejected(f"{what} change the output, so it is not ignored.", name)
     if deterministic is None:

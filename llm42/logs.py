@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from llm42.config import TelemetrySettings
 
 LOGGERS = ("llm42", "deployments")
+_bound: ContextVar[Mapping[str, str]] = ContextVar("llm42_log_fields", default=MappingProxyType({}))
 
 
 def event(log: logging.Logger, message: str, **fields: Any) -> None:
@@ -18,14 +23,29 @@ def event(log: logging.Logger, message: str, **fields: Any) -> None:
     log.info(message, extra={"fields": fields})
 
 
+@contextmanager
+def bound(**fields: str) -> Iterator[None]:
+    """Lines that are written inside, and by tasks that are started inside, have these fields too; empty ones
+    are left out."""
+    token = _bound.set({**_bound.get(), **{name: value for name, value in fields.items() if value}})
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The record's own and the bound ones; handlers write at once, so in the context of who logs."""
+    return {**_bound.get(), **getattr(record, "fields", {})}
+
+
 class _Lines(logging.Formatter):
     """Text: time, level, logger, message, then name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, Any] = getattr(record, "fields", {})
         text = super().format(record)
         # quoted, so that no value can start a line of its own
-        return " ".join([text, *(f"{name}={json.dumps(value)}" for name, value in fields.items())])
+        return " ".join([text, *(f"{name}={json.dumps(value)}" for name, value in _fields(record).items())])
 
 
 class _Json(logging.Formatter):
@@ -42,7 +62,7 @@ class _Json(logging.Formatter):
             "component": self._component,
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
