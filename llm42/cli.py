@@ -7,7 +7,7 @@ import json
 import shlex
 import signal
 import sys
-import threading
+import time
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -85,18 +85,24 @@ def serve(
     changes = {k: v for k, v in (("host", host), ("port", port)) if v is not None}
     server = settings.server.model_copy(update=changes)
     settings = settings.model_copy(update={"server": server, "telemetry": telemetry})
-    stop = threading.Event()
     try:
         with Steps() as steps, Service(settings, steps) as service:
             problem = _certification_problem(service)
             steps.done()
             _announce(service.url, settings, problem)
             out.print(f"\nMetrics; live: llm42 top {service.metrics_url}", soft_wrap=True)
-            with suppress(KeyboardInterrupt):
-                stop.wait()
+            until_interrupted()
             err.print("Stopping ...")
     except KeyboardInterrupt:
         err.print("Interrupted; nothing is left running.")
+
+
+def until_interrupted() -> None:
+    """Sleeps until Ctrl-C or SIGTERM. In short pieces: a signal that the kernel gives to another thread does
+    not wake this one, and Python's handlers run in this one only."""
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(1.0)
 
 
 def _interrupt(*_: object) -> NoReturn:

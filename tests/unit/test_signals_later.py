@@ -1,8 +1,10 @@
-"""Signals that come while a Ray cluster is starting are kept for when it can be shut down."""
+"""Signals that come while a Ray cluster is starting are kept for when it can be shut down; a waiting server
+hears them whichever thread they reach."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -64,3 +66,33 @@ def test_other_signals_can_be_handled_meanwhile() -> None:
     signal.raise_signal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, before)
     assert came == [signal.SIGUSR1]
+
+
+ELSEWHERE = """
+import signal, sys, threading, time
+from llm42.cli import _interrupt, until_interrupted
+signal.signal(signal.SIGTERM, _interrupt)
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # here: the other thread gets it
+print("up", flush=True)
+try:
+    until_interrupted() if sys.argv[1] == "ours" else threading.Event().wait()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("how", "ends"), [("ours", True), ("event", False)])
+def test_a_signal_that_another_thread_gets_is_heard(how: str, ends: bool) -> None:
+    """And the control: a plain wait sleeps on."""
+    with subprocess.Popen([sys.executable, "-c", ELSEWHERE, how], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        try:
+            process.wait(timeout=30 if ends else 3)
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+        process.kill()
+    assert ended == ends
