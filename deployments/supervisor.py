@@ -29,7 +29,7 @@ from deployments.watched import Watched
 from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
-from llm42.logs import configure
+from llm42.logs import configure, event
 
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
@@ -89,6 +89,7 @@ class Supervisor:
         self._news = False
         """Whether a verifier has answered since the last time that the scaler looked."""
         configure(self._settings.telemetry, "supervisor")
+        event(log, "supervisor starts", pid=os.getpid(), verifiers=[w.name for w in self._wanted])
         self._metrics = actor_metrics(m.Scope.SUPERVISOR, model=self._settings.model.name)
         self._task = asyncio.get_event_loop().create_task(self._run())
 
@@ -186,12 +187,14 @@ class Supervisor:
                 await self._unanswered(watched, error)
             return
         if watched.handle is handle:  # else it was condemned or given up meanwhile
+            _tell_change(watched, status)
             watched.heard(status, asked)
             self._news = True
 
     async def _create(self, watched: Watched) -> Any:
         handle = await asyncio.to_thread(get_or_create_verifier, watched.name, self._settings, self._identity)
         watched.adopt(handle)
+        event(log, "verifier adopted or created", verifier=watched.name, actor_id=watched.actor_id)
         return handle
 
     async def _unanswered(self, watched: Watched, error: Exception) -> None:
@@ -276,3 +279,16 @@ class Supervisor:
         for state in m.STATE.values:
             self._metrics.set(m.VERIFIERS, states[state], state=state)
         self._metrics.set(m.VERIFIERS_WANTED, len(published))
+
+
+def _tell_change(watched: Watched, status: VerifierStatus) -> None:
+    """A line when a verifier's state is another than before, or is heard of again."""
+    if watched.status is None or watched.status.state != status.state:
+        said = {
+            "fingerprint": status.fingerprint,
+            "detail": status.detail,
+            "pid": status.pid,
+            "node": status.node,
+        }
+        told = {name: value for name, value in said.items() if value}
+        event(log, f"verifier is {status.state}", verifier=watched.name, **told)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from deployments.ray_metrics import actor_metrics
 from llm42.config import Settings
-from llm42.logs import configure
+from llm42.logs import configure, event
 from llm42.metrics import Scope
 from llm42.models.errors import ModelFileError
 from llm42.observe import VerifierReport
@@ -58,6 +58,13 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
+def _actor_name() -> str:
+    """The name of the actor that this process is."""
+    import ray
+
+    return (ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None) or "unnamed"
+
+
 def _lost(verifier: Verifier) -> str:
     """Why it will never answer again; empty while it may."""
     if not verifier.alive:
@@ -79,16 +86,22 @@ class VerifierActor:
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
         configure(self._settings.telemetry, "verifier")
+        event(log, "verifier starts", verifier=_actor_name(), pid=os.getpid(), node=node_id())
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
 
     async def _start(self) -> None:
         """Builds the verifier; a failure that may pass (files not there yet, no memory) is tried again."""
-        pause = RETRY_S
+        pause, began = RETRY_S, time.monotonic()
         while self._verifier is None:
             try:
                 self._verifier = await asyncio.to_thread(self._build)
                 self._failure = ""
+                seconds = round(time.monotonic() - began, 1)
+                fingerprint = self._verifier.fingerprint
+                event(
+                    log, "verifier is ready", verifier=_actor_name(), fingerprint=fingerprint, seconds=seconds
+                )
                 self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
             except CertificationFailed as error:
                 log.exception("certification failed")
@@ -102,23 +115,25 @@ class VerifierActor:
 
     def _build(self) -> Verifier:
         from llm42.models.load import sampled_identity
-        from llm42.verifier.build import build_verifier
+        from llm42.verifier.build import build_verifier, certificate_for, load_for
 
         found = sampled_identity(self._settings.model.path)
         if self._model_identity not in (None, found):
             raise ModelFileError(
                 f"{self._settings.model.path} has changed since the replicas were started: deploy anew"
             )
-        return build_verifier(self._settings, progress=self._certifying).start()
+        model, tokenizer = load_for(self._settings)
+        began = time.monotonic()
+        certificate = certificate_for(self._settings, model, tokenizer, progress=self._certifying)
+        seconds = round(time.monotonic() - began, 1)
+        event(log, "verifier has certified", verifier=_actor_name(), seconds=seconds, kept=certificate.cached)
+        return build_verifier(self._settings, model, tokenizer, certificate, self._certifying).start()
 
     def _certifying(self, operator: str) -> None:
         self._doing = f"certifying {operator}"
 
     async def _report(self, verifier: Verifier) -> None:
-        import ray
-
-        name = (ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None) or "unnamed"
-        metrics = actor_metrics(Scope.VERIFIER, model=self._settings.model.name, verifier=name)
+        metrics = actor_metrics(Scope.VERIFIER, model=self._settings.model.name, verifier=_actor_name())
         report = VerifierReport(verifier, self._settings, metrics)
         while True:
             report.report()
