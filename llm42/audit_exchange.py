@@ -117,7 +117,10 @@ def _with_receipt(
 ) -> Claim:
     """The claim with a receipt of the choice, or a second one: it must say what the reply says."""
     evidence, first = object_of(reply, "llm42") or {}, claim.receipt
+    name = text_of(reply, "id")
     twice: dict[str, tuple[Any, Any]] = {
+        "id": (name and f"{name}-{claim.choice}", receipt.id),
+        "created": (reply.get("created"), receipt.created),
         "system_fingerprint": (text_of(reply, "system_fingerprint"), receipt.fingerprint),
         "model": (model_in(reply), receipt.model),
         "finish_reason": (text_of(choice, "finish_reason"), receipt.finish or ""),

@@ -116,7 +116,7 @@ def _object(reply: bytes) -> dict[str, Any]:
 
 def _pause(error: urllib.error.HTTPError, attempt: int) -> float:
     """Seconds until the next attempt: what the server says, if it is a number."""
-    seconds = 0.5 * 2**attempt
+    seconds: float = 0.5 * 2**attempt
     with suppress(ValueError):
         seconds = float(error.headers.get("Retry-After") or seconds)
     return min(10.0, max(0.0, seconds))

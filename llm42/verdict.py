@@ -194,13 +194,14 @@ def question_problem(claim: Claim, request: Request) -> str:
 def text_problem(claim: Claim, request: Request, output: Sequence[int], tokenizer: Tokenizer) -> str:
     """How canonical tokens contradict the record's text and end; empty when they do not.
 
-    Without the request, stop strings are unknown: then the text may be a beginning of the tokens' text, and
-    nothing is known of the end.
+    Without the request, stop strings are unknown: then the text of an answer that did not end by its length
+    may be a beginning of the tokens' text, and nothing is known of the end.
     """
     text = OutputText.of(tokenizer, request)
     shown, used = text.push(output)
     shown += text.flush()
-    partly = claim.body is None and claim.text is not None and shown.startswith(claim.text)
+    cut = claim.body is None and claim.finish != FinishReason.LENGTH
+    partly = cut and claim.text is not None and shown.startswith(claim.text)
     if claim.text not in (None, shown) and not partly:
         return _differing_text(claim.text or "", shown)
     if claim.body is None:

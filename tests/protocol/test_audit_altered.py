@@ -131,7 +131,7 @@ async def test_what_stands_beside_a_receipt_of_hashes_is_compared(lab: Lab, sett
         values = said["logprobs"]["token_logprobs"]
         beside: list[dict[str, Any]] = [
             {"text": said["text"], "logprobs": values},
-            {"text": said["text"][:3]},  # stop strings are unknown: a beginning is all that can be asked for
+            {"text": said["text"][:3]},  # it ended by its length, so no stop string has cut it
             {"text": "LIES", "logprobs": [1.0, 2.0]},
             {"text": "LIES"},
             {"logprobs": nudged(values)},
@@ -142,8 +142,20 @@ async def test_what_stands_beside_a_receipt_of_hashes_is_compared(lab: Lab, sett
             {"request": body | {"model": "large"}},
         ]
         found = await audit(http, [{"receipt": receipt, **more} for more in beside])
-    assert [r["verdict"] for r in found] == ["confirmed"] * 2 + ["differs"] * 8
+    assert [r["verdict"] for r in found] == ["confirmed"] + ["differs"] * 9
     assert {r["signature"] for r in found} == {"valid"}
+
+
+async def test_a_stop_string_that_nobody_kept_may_have_cut_a_text(lab: Lab, settings: Settings) -> None:
+    """Then a beginning of the tokens' text is all that can be asked for."""
+    async with client(lab, settings) as (http, _):
+        text = (await post(http, "/v1/completions", ASK))["choices"][0]["text"]
+        reply = await post(http, "/v1/completions", ASK | {"receipt": True, "stop": [text[3:5]]})
+        receipt, said = reply["llm42"]["receipt"], reply["choices"][0]["text"]
+        found = await audit(http, [{"receipt": receipt, "text": t} for t in (said, text[4:])])
+    assert receipt["finish"] == "stop"
+    assert len(said) <= 3
+    assert [r["verdict"] for r in found] == ["confirmed", "differs"]
 
 
 async def test_ids_in_a_receipt_and_other_ids_beside_it(lab: Lab, settings: Settings) -> None:

@@ -69,6 +69,65 @@ async def test_a_receipt_beside_a_reply_is_checked_like_the_replys_own(lab: Lab,
     assert outcomes(found) == [("confirmed", "valid"), ("bad_signature", "invalid"), ("differs", "valid")] * 3
 
 
+async def test_a_receipt_belongs_to_one_reply_even_if_another_said_the_same(
+    lab: Lab, settings: Settings
+) -> None:
+    """It says which reply it was given with, and its signature would vouch for that."""
+    async with client(lab, settings) as (http, _):
+        body = ASK | {"receipt": True, "seed": 7}
+        kept, again = [
+            {"request": body, "response": await post(http, "/v1/completions", body)} for _ in range(2)
+        ]
+        receipt = again["response"]["llm42"]["receipt"]
+        later = changed(kept, lambda r: r["response"].update(created=5))
+        swapped = changed(kept, lambda r: r["response"]["llm42"].update(receipt=receipt))
+        found = await audit(http, [kept, again, later, swapped, kept | {"receipt": receipt}])
+    assert [r["verdict"] for r in found] == ["confirmed"] * 2 + ["differs"] * 3
+    assert "created" in found[2]["reason"]
+    assert "id" in found[3]["reason"]
+
+
+def joined(chunks: list[dict[str, Any]]) -> Exchange:
+    """The recipe of docs/audits.md."""
+    texts, finish, receipts = dict[int, str](), dict[int, str](), dict[int, Any]()
+    for chunk in chunks:
+        for part in chunk["choices"]:
+            index = part["index"]
+            texts[index] = texts.get(index, "") + (part["delta"].get("content") or "")
+            if part["finish_reason"]:
+                finish[index] = part["finish_reason"]
+                receipts[index] = chunk["llm42"].get("receipt")
+    last = chunks[-1]
+    return {
+        "receipts": [receipts[i] for i in sorted(receipts)],
+        "response": {
+            **{name: last[name] for name in ("id", "created", "model", "system_fingerprint")},
+            "choices": [
+                {
+                    "index": i,
+                    "message": {"role": "assistant", "content": texts[i]},
+                    "finish_reason": finish[i],
+                }
+                for i in sorted(texts)
+            ],
+            "llm42": {"deterministic": True, "seed": last["llm42"]["seed"]},
+        },
+    }
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_stream_that_was_joined_is_a_whole_reply(lab: Lab, settings: Settings, count: int) -> None:
+    async with client(lab, settings) as (http, _):
+        body = CHAT | {"n": count, "temperature": 1.3, "receipt": True, "stream": True}
+        events = (await http.post("/v1/chat/completions", json=body)).text.split("\n\n")
+        chunks = [json.loads(event[6:]) for event in events if event not in ("", "data: [DONE]")]
+        kept = {"request": body, **joined(chunks)}
+        half = changed(kept, lambda r: choice(r).update(finish_reason=None))
+        found = await audit(http, [kept, kept["receipts"][0], half])
+    assert outcomes(found[: count + 1]) == [("confirmed", "valid")] * (count + 1)
+    assert found[count + 1]["verdict"] == "differs"
+
+
 async def test_receipts_beside_a_reply_are_one_for_each_choice(lab: Lab, settings: Settings) -> None:
     async with client(lab, settings) as (http, _):
         body = ASK | {"receipt": {"output": "tokens"}, "n": 2, "seed": 7, "temperature": 1.3}
