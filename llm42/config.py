@@ -25,7 +25,7 @@ class ModelSettings(_Section):
         "bfloat16", description="activation dtype; weights are rounded to it. On CPU, products run in float32"
     )
     device: Literal["cpu", "cuda"] = "cpu"
-    max_model_len: int = Field(2048, gt=0, description="longest prompt plus output, in tokens")
+    max_model_len: int = Field(2048, ge=16, description="longest prompt plus output, in tokens")
 
 
 class VllmSettings(_Section):

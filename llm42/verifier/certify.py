@@ -210,7 +210,8 @@ class _Certifier:
         parts = canonical_set(chosen, self.plants)
         buckets = tuple(self.buckets)
         runner = CPURunner(self.model, parts.ops, kv, buckets, parts.attention, parts.sampler)
-        return check_model(runner.logits, kv, blocks, buckets, c.vocab_size, self.tally)
+        positions = self.model.weights.cos_sin.shape[0]
+        return check_model(runner.logits, kv, blocks, buckets, c.vocab_size, positions, self.tally)
 
     def _row_counts_matter(self) -> bool:
         products = subjects(self.model, cpu.cpu_operators(), "linear")

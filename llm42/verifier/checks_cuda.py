@@ -181,6 +181,8 @@ def check_model_device(
         start = 0
         for size in sizes:
             count = min(size, length - start)
+            if not count:
+                break
             got = step(bucket, [rows(tokens, table, start, count)])
             tally.rows += count
             if not same_bits(got, want[start : start + count]):

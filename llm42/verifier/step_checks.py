@@ -147,11 +147,17 @@ StepLogits = Callable[[int, list[SequenceRows]], Tensor]
 
 
 def check_model(
-    step: StepLogits, kv: KVCache, blocks: int, buckets: Sequence[int], vocab_size: int, tally: Tally
+    step: StepLogits,
+    kv: KVCache,
+    blocks: int,
+    buckets: Sequence[int],
+    vocab_size: int,
+    positions: int,
+    tally: Tally,
 ) -> Violation | None:
     """Check (f): the logits of one prompt in one chunk, in ragged chunks, in every bucket, beside
-    companions, over a warm prefix; the cache starts full of NaN."""
-    length = min(3 * buckets[-1] // 4, 96, blocks * kv.block_size // 3)
+    companions, over a warm prefix; the cache starts full of NaN. positions: how many the model has."""
+    length = min(3 * buckets[-1] // 4, 96, blocks * kv.block_size // 3, positions)
     gen = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, vocab_size, (length,), generator=gen).tolist()
     other = torch.randint(0, vocab_size, (length,), generator=gen).tolist()

@@ -23,11 +23,13 @@ from llm42.config import Settings
 from llm42.models.fetch import fetch_smollm2
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
+from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.tokenizer import Tokenizer
-from llm42.verifier.build import certificate_for, load_for
+from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu, save_certificate
 from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.plants import PLANTS
+from tests.support import write_model
 
 CAUGHT_AS = {
     "row-position": "linear",
@@ -373,3 +375,17 @@ def test_attention_is_checked_beyond_short_contexts(
     monkeypatch.setitem(attention_cpu.CPU_PROVIDERS, "tiled", run)
     with pytest.raises(CertificationFailed, match="attention"):
         certify_cpu(loaded[0], settings.verifier)
+
+
+@pytest.mark.parametrize("positions", [16, 80])
+def test_short_contexts_are_certified_and_verified(tmp_path: Path, positions: int) -> None:
+    """Probes are longer than such a model's table of positions, unless they are cut to it."""
+    model = {"path": str(write_model(tmp_path)), "max_model_len": positions}
+    settings = Settings.load({"model": model, "verifier": {"certificate_dir": None, "kv_tokens": 512}})
+    verifier = build_verifier(settings)
+    call = verifier.submit(Window("w", (1, 2), 2, tuple(range(3, positions + 1)), SamplingParams()))
+    while not call.done():
+        verifier.step()
+    assert isinstance(call.result(), Commit)
+    beyond = verifier.submit(Window("w", (1, 2), 2, tuple(range(3, positions + 2)), SamplingParams()))
+    assert isinstance(beyond.result(timeout=0), Failure)
