@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,23 @@ CHAT: dict[str, Any] = {
     "max_tokens": 9,
     "deterministic": True,
 }
+
+
+Exchange = dict[str, Any]
+Change = Callable[[Exchange], Any]
+
+
+def changed(kept: Exchange, change: Change) -> Exchange:
+    """A copy of a record in which something is altered."""
+    copy: Exchange = json.loads(json.dumps(kept))
+    change(copy)
+    return copy
+
+
+def choice(record: Exchange) -> dict[str, Any]:
+    """The first choice of a stored reply."""
+    found: dict[str, Any] = record["response"]["choices"][0]
+    return found
 
 
 @dataclass

@@ -3,37 +3,32 @@ the answer, it is not confirmed."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm42.config import Settings
-from tests.audit_support import ASK, CHAT, audit, client, post, signing_settings
+from tests.audit_support import (
+    ASK,
+    CHAT,
+    Change,
+    Exchange,
+    audit,
+    changed,
+    choice,
+    client,
+    post,
+    signing_settings,
+)
 from tests.support import Lab
-
-Exchange = dict[str, Any]
-Change = Callable[[Exchange], Any]
 
 
 @pytest.fixture
 def settings(lab: Lab, tmp_path: Path) -> Settings:
     """The lab's, with a key and a chat template."""
     return signing_settings(lab, tmp_path)
-
-
-def changed(kept: Exchange, change: Change) -> Exchange:
-    copy: Exchange = json.loads(json.dumps(kept))
-    change(copy)
-    return copy
-
-
-def choice(record: Exchange) -> dict[str, Any]:
-    found: dict[str, Any] = record["response"]["choices"][0]
-    return found
 
 
 def nudged(values: list[Any]) -> list[Any]:
