@@ -41,25 +41,14 @@ SEEDS = 2**64
 def claims_of_exchange(value: Mapping[str, Any], line: int) -> Iterator[Claim]:
     """One claim for each choice. Raises InvalidReceipt."""
     require_known(value, FIELDS, "a record with a response")
-    body, reply = body_of(value), value["response"]
+    reply = value["response"]
     if not isinstance(reply, Mapping) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
         raise BadRecord("response: a whole reply with choices is needed")
-    if body is not None and body.get("echo"):
-        raise BadRecord("request.echo: the reply repeats the prompt; store token ids or a receipt")
     evidence, choices = object_of(reply, "llm42") or {}, reply["choices"]
-    require_deterministic(evidence.get("deterministic"), "response.llm42.deterministic")
-    seed = evidence.get("seed")
-    if seed is not None and type(seed) is not int:
-        raise BadRecord("response.llm42.seed: a whole number is needed")
-    odd = _foreign(reply, REPLY, "response") or differing(
-        {"seed of the reply": (_seed(body), _seed(evidence)), "model of the reply": _models(body, reply)}
-    )
-    if body is not None and seed is not None and body.get("seed") is None:
-        body = {**body, "seed": seed}
-    own, beside = (
-        _receipts(v, len(choices), w) for v, w in ((evidence, "response.llm42"), (value, "record"))
-    )
-    seen = set[int]()
+    body, odd = _question(value, reply, evidence)
+    manifest, seen = object_of(value, "manifest"), set[int]()
+    own = _receipts(evidence, len(choices), "response.llm42")
+    beside = _receipts(value, len(choices), "record")
     for position, choice in enumerate(choices):
         index = _index(choice, position, seen)
         name = text_of(value, "id") or text_of(reply, "id") or f"line {line}"
@@ -67,12 +56,27 @@ def claims_of_exchange(value: Mapping[str, Any], line: int) -> Iterator[Claim]:
         for receipt in filter(None, (own[position], beside[position])):
             claim = _with_receipt(claim, receipt, choice, reply)
         claim = _of_choice(claim, choice, reply, body)
-        manifest = object_of(value, "manifest")
         yield complete(replace(claim, body=body, manifest=manifest, choices=len(choices)))
 
 
-def _models(body: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> tuple[Any, Any]:
-    return model_in(body), model_in(reply)
+def _question(
+    value: Mapping[str, Any], reply: Mapping[str, Any], evidence: Mapping[str, Any]
+) -> tuple[Mapping[str, Any] | None, str]:
+    """The request, with the seed that it was run with, and what of the reply as a whole contradicts it."""
+    body, seed = body_of(value), evidence.get("seed")
+    if body is not None and body.get("echo"):
+        raise BadRecord("request.echo: the reply repeats the prompt; store token ids or a receipt")
+    require_deterministic(evidence.get("deterministic"), "response.llm42.deterministic")
+    if seed is not None and type(seed) is not int:
+        raise BadRecord("response.llm42.seed: a whole number is needed")
+    pairs = {
+        "seed of the reply": (_seed(body), _seed(evidence)),
+        "model of the reply": (model_in(body), model_in(reply)),
+    }
+    odd = _foreign(reply, REPLY, "response") or differing(pairs)
+    if body is not None and seed is not None and body.get("seed") is None:
+        body = {**body, "seed": seed}
+    return body, odd
 
 
 def _seed(value: Mapping[str, Any] | None) -> Any:
