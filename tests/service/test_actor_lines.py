@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -52,8 +51,7 @@ async def test_a_verifier_says_when_it_starts_has_certified_and_is_ready(
     monkeypatch.setattr(build, "certificate_for", lambda *_, **__: SimpleNamespace(cached=True))
     monkeypatch.setattr(build, "build_verifier", lambda *_: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"))
-    while (await actor.status()).state != "ready":
-        await asyncio.sleep(0.01)
+    await until(lambda: "verifier is ready" in lines.getvalue())
     for task in actor._tasks:
         task.cancel()
     found = read(lines)
