@@ -131,7 +131,7 @@ BAD: list[tuple[Any, str]] = [
     ({"receipt": RECEIPT, "request": BODY | {"deterministic": False}}, "request.deterministic is False"),
     (RECEIPT | {"text": "yo"}, "unknown field 'text'"),
     (FLAT | {"finish": "stop"}, "unknown field 'finish'"),
-    (FLAT | {"prompt_len": True}, "prompt_len is True"),
+    (FLAT | {"prompt": [1], "prompt_len": True}, "prompt_len is True"),
     (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "no prompt"),
     ({"request": BODY, "response": REPLY, "output": [3]}, "unknown field 'output'"),
     ({"request": BODY, "response": REPLY, "fingerprint": "llm42-x"}, "unknown field 'fingerprint'"),
@@ -142,7 +142,7 @@ BAD: list[tuple[Any, str]] = [
     ({"request": BODY, "response": REPLY | {"llm42": {"deterministic": False}}}, "llm42.deterministic is"),
     (
         {"request": BODY, "response": REPLY | {"choices": [{"message": {"content": None}}]}},
-        "text .* is needed",
+        "message.content. is needed",
     ),
     ({"receipt": RECEIPT | {"output_len": 0}}, "output_len"),
     ({"request": BODY, "response": {}}, "response"),
