@@ -86,8 +86,8 @@ def test_the_rollback_rate_is_that_of_the_replies(prometheus: Prometheus, traffi
     expression = filled_in(panel["targets"][0]["expr"], window=f"{seconds:.0f}s", application=PLANTED)
     replies = traffic.replies[PLANTED]
     expected = replies["rollbacks"] / replies["verified_tokens"]
-    # rate() extends each counter to the window's borders, but not to before it would have been 0: the two differ
-    # in that by about a percent. The counts themselves are compared exactly, above.
+    # rate() extends each counter to the window's borders, but not to before it would have been 0: the two
+    # differ in that by about a percent. The counts themselves are compared exactly, above.
     assert finite(prometheus, expression) == [pytest.approx(expected, rel=0.03)]
     other = traffic.replies[APP_NAME]
     assert other["rollbacks"] / other["verified_tokens"] != pytest.approx(expected, rel=0.03), "a control"
