@@ -21,16 +21,20 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report import Figure, arguments, report
-from deployments.launch import Service
-from llm42.config import Settings
-from llm42.driver import Generator
-from llm42.engine.torch_engine import TorchEngine
-from llm42.protocol import Request, SamplingParams
-from llm42.verifier.build import load_for
-from tests.chaos.support import App, best_effort, deterministic, kill
-from tests.conftest import free_port
-from tests.support import prompt_of, write_model
+from deployments.launch import prepare_environment
+
+prepare_environment()
+
+from benchmarks.report import Figure, arguments, report  # noqa: E402
+from deployments.launch import Service  # noqa: E402
+from llm42.config import Settings  # noqa: E402
+from llm42.driver import Generator  # noqa: E402
+from llm42.engine.torch_engine import TorchEngine  # noqa: E402
+from llm42.protocol import Request, SamplingParams  # noqa: E402
+from llm42.verifier.build import load_for  # noqa: E402
+from tests.chaos.support import App, best_effort, deterministic, kill  # noqa: E402
+from tests.conftest import free_port  # noqa: E402
+from tests.support import prompt_of, write_model  # noqa: E402
 
 PROMPT = prompt_of(1, 16)
 

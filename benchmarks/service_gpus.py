@@ -29,14 +29,18 @@ from typing import Any
 
 import httpx
 
-from benchmarks.random_model import LLAMA_8B, write_random
-from benchmarks.report import RESULTS, Figure, arguments, report
-from benchmarks.vllm_setup import prompts_of
-from deployments.launch import Service, absolute
-from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
-from tests.conftest import free_port
-from tests.support import write_model
+from deployments.launch import prepare_environment
+
+prepare_environment()
+
+from benchmarks.random_model import LLAMA_8B, write_random  # noqa: E402
+from benchmarks.report import RESULTS, Figure, arguments, report  # noqa: E402
+from benchmarks.vllm_setup import prompts_of  # noqa: E402
+from deployments.launch import Service, absolute  # noqa: E402
+from llm42.config import Settings  # noqa: E402
+from llm42.tokenizer import Tokenizer  # noqa: E402
+from tests.conftest import free_port  # noqa: E402
+from tests.support import write_model  # noqa: E402
 
 LAYOUTS = ("plain", "apart", "beside")
 SHARES = (0, 10, 50, 100)
