@@ -223,7 +223,7 @@ def load_certificate(directory: str | None, key: str) -> Certificate | None:
     if directory is None:
         return None
     try:
-        certificate = Certificate.from_json(json.loads((Path(directory) / f"{key}.json").read_text()))
+        certificate = Certificate.from_json(json.loads((Path(directory) / f"{key}.certificate").read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return replace(certificate, cached=True) if certificate.key == key else None
@@ -238,6 +238,6 @@ def save_certificate(directory: str | None, certificate: Certificate) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         temporary.write_text(json.dumps(certificate.to_json(), indent=1))
-        temporary.replace(path / f"{certificate.key}.json")
+        temporary.replace(path / f"{certificate.key}.certificate")
     except OSError as error:  # certified all the same: the next start certifies again
         log.warning("the certificate could not be kept in %s: %s", directory, error)

@@ -21,12 +21,18 @@ from llm42 import fingerprint as fp
 from llm42.cli import app
 from llm42.config import Settings
 from llm42.models.fetch import fetch_smollm2
-from llm42.models.load import load_model
+from llm42.models.load import load_model, sampled_identity
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
-from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu, save_certificate
+from llm42.verifier.certify import (
+    Certificate,
+    CertificationFailed,
+    certify_cpu,
+    load_certificate,
+    save_certificate,
+)
 from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.plants import PLANTS
 from tests.support import write_model
@@ -81,7 +87,7 @@ def test_the_certificate_is_kept_by_its_inputs(
     again = certificate_for(settings, *loaded)
     assert again.cached
     assert replace(again, cached=False) == certificate
-    kept = Path(settings.verifier.certificate_dir or "") / f"{certificate.key}.json"
+    kept = Path(settings.verifier.certificate_dir or "") / f"{certificate.key}.certificate"
     kept.write_text("not json")
     assert not certificate_for(settings, *loaded).cached
 
@@ -98,7 +104,7 @@ def test_a_planted_run_is_never_kept(settings: Settings, loaded: tuple[LoadedMod
     with pytest.raises(CertificationFailed):
         certificate_for(settings, *loaded, plants=["one-ulp"])
     directory = Path(settings.verifier.certificate_dir or "")
-    assert all(not json.loads(f.read_text())["plants"] for f in directory.glob("*.json"))
+    assert all(not json.loads(f.read_text())["plants"] for f in directory.glob("*.certificate"))
 
 
 @pytest.fixture
@@ -389,3 +395,14 @@ def test_short_contexts_are_certified_and_verified(tmp_path: Path, positions: in
     assert isinstance(call.result(), Commit)
     beyond = verifier.submit(Window("w", (1, 2), 2, tuple(range(3, positions + 2)), SamplingParams()))
     assert isinstance(beyond.result(timeout=0), Failure)
+
+
+def test_a_certificate_beside_the_model_is_no_part_of_it(tmp_path: Path) -> None:
+    """Actors are named by the model's files: one that is written when they are up must not rename them."""
+    path = write_model(tmp_path)
+    before = sampled_identity(path)
+    save_certificate(str(path), Certificate({}, (8,), [], 0, 0.0, False, "key"))
+    assert load_certificate(str(path), "key") is not None
+    assert sampled_identity(path) == before
+    (path / "added.json").write_text("{}")
+    assert sampled_identity(path) != before, "the control"
