@@ -6,7 +6,7 @@
 the adapter without and with deterministic requests, on one vLLM beside one verifier process (which computes
 every row, prompts included). Random weights do not agree between engines, so a window's candidates are taken
 as accepted whatever the verifier drew: this measures the cost of verification, not of rollbacks. `invariant`:
-vLLM again, with VLLM_BATCH_INVARIANT=1. Needs CUBLASLT_WORKSPACE_SIZE=0 CUBLAS_WORKSPACE_CONFIG=:0:0.
+vLLM again, with VLLM_BATCH_INVARIANT=1. vLLM keeps cuBLAS's workspace, the verifier runs without.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
+
+from kernels.linear import CUBLAS_ENVIRONMENT
 
 PROMPT, OUTPUT, MAX_LEN, VOCAB = 1024, 256, 2048, 128256
 KV_TOKENS = 256 * (PROMPT + OUTPUT + 128)
@@ -203,7 +205,10 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
     mine, theirs = context.Pipe()
     process = context.Process(target=verifier_process, args=(theirs,), daemon=True)
     began = time.perf_counter()
+    os.environ.update(CUBLAS_ENVIRONMENT)
     process.start()
+    for name in CUBLAS_ENVIRONMENT:
+        del os.environ[name]
     assert mine.recv() == "ready"
     print(f"verifier {time.perf_counter() - began:.0f} s", flush=True)
     engine, settings = engine_for(args.utilization)

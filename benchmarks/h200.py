@@ -5,6 +5,7 @@
 Writes DIR/PART.log and the parts' JSON files, and a line for each part. A part that fails or takes too long
 does not stop the others; one that no longer fits into --limit-s is left out and said. The exit status is the
 number of parts that did not succeed. Results are copied into benchmarks/results by hand, once read.
+With several GPUs, several of these run side by side, each with its own parts and CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PARTS: dict[str, tuple[str, int]] = {
     "affinity": ("-m benchmarks.affinity --path {model} --sampled --out {out}", 330),
     "rollback": ("-m benchmarks.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
     "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --out {out}", 240),
-    "cost": ("-m benchmarks.early_cost --out {out}", 480),
+    "cost": ("-m benchmarks.early_cost --parts shared --out {out}", 360),
+    "invariant": ("-m benchmarks.early_cost --parts invariant --out {out}", 300),
     "hand": (HANDOFF.format(part="hand", model="{model}") + " GRAPHS --out {out}/hand.json", 240),
     "preempt": (
         HANDOFF.format(part="preempt", model="{model}") + " GRAPHS --blocks 110 --out {out}/preempt.json",
@@ -49,6 +51,8 @@ PARTS: dict[str, tuple[str, int]] = {
     "service": (TESTS + "/test_service_cuda.py", 300),
 }
 """Name -> what Python runs, and the most seconds it may take."""
+WORKSPACE = ("rollback", "adapter", "cost", "invariant")
+"""Parts whose vLLM keeps cuBLAS's workspace, as it comes."""
 
 
 def command_of(part: str, model: str, out: Path) -> list[str]:
@@ -59,7 +63,9 @@ def command_of(part: str, model: str, out: Path) -> list[str]:
 
 def run(part: str, model: str, out: Path, limit_s: float) -> tuple[str, float]:
     """How it ended, and after how many seconds."""
-    environment = os.environ | CUBLAS_ENVIRONMENT | {"RAY_AUTH_MODE": "disabled"}
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    if part not in WORKSPACE:
+        environment |= CUBLAS_ENVIRONMENT
     began = time.monotonic()
     with (out / f"{part}.log").open("w") as log:
         try:

@@ -45,11 +45,13 @@ def write_random(config: ModelConfig, tokenizer: Tokenizer, directory: Path, see
         layer = name.split(".")[2] if ".layers." in name else "other"
         held = shards.setdefault(layer, {})
         held[name] = tensor.normal_(mean, scale, generator=generator).cpu()
-    placed = {}
+    placed: dict[str, str] = {}
     for layer, tensors in shards.items():
         save_file(tensors, directory / f"model-{layer}.safetensors", metadata={"format": "pt"})
         placed |= dict.fromkeys(tensors, f"model-{layer}.safetensors")
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    if device == "cuda":
+        torch.cuda.empty_cache()
     return directory
 
 

@@ -36,7 +36,7 @@ prepare_environment()
 from benchmarks.random_model import LLAMA_8B, write_random  # noqa: E402
 from benchmarks.report import RESULTS, Figure, arguments, report  # noqa: E402
 from benchmarks.vllm_setup import prompts_of  # noqa: E402
-from deployments.launch import Service, absolute  # noqa: E402
+from deployments.launch import LaunchFailed, Service, absolute  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.tokenizer import Tokenizer  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
@@ -98,7 +98,8 @@ async def load(url: str, args: argparse.Namespace, share: int, outputs: dict[int
         deterministic = (number * share) // 100 != ((number + 1) * share) // 100
         body = {
             "model": "m", "prompt": list(prompts[number]), "max_tokens": args.output, "ignore_eos": True,
-            "temperature": 0, "logprobs": 0, "return_token_ids": True, "deterministic": deterministic,
+            "temperature": 0, "logprobs": 0 if deterministic else None, "return_token_ids": deterministic,
+            "deterministic": deterministic,
         }  # fmt: skip
         async with gate:
             reply = await http.post(f"{url}/v1/completions", json=body)
@@ -121,12 +122,13 @@ async def load(url: str, args: argparse.Namespace, share: int, outputs: dict[int
     return {"seconds": seconds, "tokens_s": counts["tokens"] / seconds, **counts}
 
 
-def measure(args: argparse.Namespace, path: str, layout: str, outputs: dict[int, Any]) -> dict[str, Any]:
-    """One cluster: all shares, each after a short warm-up."""
+def measure(
+    args: argparse.Namespace, path: str, layout: str, outputs: dict[int, Any], found: dict[str, Any]
+) -> None:
+    """One cluster: all shares, each after a short warm-up, into `found`."""
     settings = settings_of(args, path, layout)
     began = time.perf_counter()
     with Service(settings, print) as service:
-        found: dict[str, Any] = {}
         if settings.server.verifiers:
             service.wait_deterministic()
         found["ready_s"] = time.perf_counter() - began
@@ -136,12 +138,11 @@ def measure(args: argparse.Namespace, path: str, layout: str, outputs: dict[int,
         for share in shares:
             found[str(share)] = asyncio.run(load(service.url, args, share, outputs))
             print(layout, share, found[str(share)], flush=True)
-    return found
 
 
 def figures_of(raw: dict[str, Any], gpus: int) -> dict[str, Figure]:
     """Tokens per second, and what is kept of plain replicas on the same GPUs."""
-    plain = raw["plain"]["0"]["tokens_s"] if "plain" in raw else None
+    plain = raw.get("plain", {}).get("0", {}).get("tokens_s")
     figures = {}
     for layout in (name for name in LAYOUTS if name in raw):
         for share in (s for s in map(str, SHARES) if s in raw[layout]):
@@ -173,12 +174,18 @@ def main() -> None:
     if args.model == "tiny":
         args.vocab = 256
     path, outputs, raw = model_path(args), dict[int, Any](), dict[str, Any]()
+    failed = 0
     for layout in args.layouts:
-        raw[layout] = measure(args, path, layout, outputs)
+        raw[layout] = {}
+        try:
+            measure(args, path, layout, outputs, raw[layout])
+        except (LaunchFailed, httpx.HTTPError) as error:  # what was measured stays, and the others may work
+            raw[layout]["error"] = f"{type(error).__name__}: {error}"
+            failed += 1
         figures = figures_of(raw, args.gpus)
         told = {**raw, "arguments": arguments(args), "load_average": os.getloadavg()}
         print(report(args.name, figures, told, args.out), flush=True)
-    raise SystemExit(0 if figures["different_outputs"].met else 1)
+    raise SystemExit(failed or not figures["different_outputs"].met)
 
 
 if __name__ == "__main__":
