@@ -90,7 +90,7 @@ class FastPath:
 
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
-        if not request.deterministic:
+        if request.stop and not request.deterministic:  # the others' tokens come joined already
             source = coalesce(source, self._settings.server.stream_interval_s)
         first = True
         async with aclosing(source) as deltas:

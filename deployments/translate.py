@@ -95,6 +95,7 @@ def plan(
             seeded=seeded,
             prompt_logprobs=_prompt_logprobs(body),
             json_schema=constraint,
+            stream=bool(body.stream),
         )
         for number, (prompt, choice) in enumerate(product(prompts, range(body.n or 1)))
     ]

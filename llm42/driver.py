@@ -17,7 +17,8 @@ from dataclasses import replace
 from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
-from llm42.outputs import into, prompt_alone, require_no_error, to_delta
+from llm42.inbox import ANY, NONE, Inbox
+from llm42.outputs import joined, prompt_alone, require_no_error, to_delta
 from llm42.prompt_scores import score_prompt
 from llm42.protocol import (
     Commit,
@@ -38,6 +39,19 @@ from llm42.tracing import NullTracer, Tracer
 from llm42.verify_call import VerifierClient, verify
 
 log = logging.getLogger(__name__)
+DELTA_S = 0.0004
+"""A replica sends at most one best-effort delta per so many seconds: each costs its process about half of
+that on the way to the client, and decoding needs the other half."""
+WHOLE_S = 1.0
+"""Deltas of a request whose client waits for the whole are that far apart; they only say that it lives."""
+
+
+async def _outputs(inbox: Inbox) -> list[EngineOutput]:
+    """One or more outputs."""
+    while True:
+        await inbox.wait(ANY)
+        if outputs := inbox.take()[0]:
+            return outputs
 
 
 class Generator:
@@ -55,6 +69,8 @@ class Generator:
         self.engine, self.tokenizer, self.settings, self.verifier = engine, tokenizer, settings, verifier
         self.metrics: m.Metrics = metrics or m.NullMetrics()
         self.tracer: Tracer = tracer or NullTracer()
+        self._streams = 0
+        """Best-effort requests in progress."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
@@ -66,28 +82,42 @@ class Generator:
                 yield delta
 
     async def _best_effort(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
-        inbox: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        inbox = Inbox()
+        self._streams += 1
         try:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
-                self.engine.submit(replace(request, max_tokens=1), into(inbox, loop), 1)
-                yield prompt_alone(await inbox.get())
+                self.engine.submit(replace(request, max_tokens=1), inbox.sink, 1)
+                yield prompt_alone((await _outputs(inbox))[0])
                 return
-            self.engine.submit(request, into(inbox, loop), request.max_tokens)
+            self.engine.submit(request, inbox.sink, request.max_tokens)
             finish: FinishReason | None = None
             while finish is None:
-                output = await inbox.get()
-                require_no_error(output)
-                finish = output.finish
-                delta = to_delta(self.tokenizer, request, text, output.tokens, output.logprobs, finish)
-                finish = delta.finish_reason
-                if output.cached_tokens is not None or output.prompt_logprobs is not None:
-                    delta = replace(
-                        delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
-                    )
-                yield delta
+                outputs = await _outputs(inbox)
+                failed = outputs.pop() if outputs[-1].error is not None else None
+                if outputs:
+                    delta = self._delta(request, text, joined(outputs))
+                    finish = delta.finish_reason
+                    yield delta
+                if failed is not None and finish is None:
+                    require_no_error(failed)
+                if finish is None:
+                    await inbox.wait(NONE, self._pause_s(request))
         finally:
+            self._streams -= 1
             self.engine.abort(request.request_id)
+
+    def _delta(self, request: Request, text: OutputText, output: EngineOutput) -> Delta:
+        delta = to_delta(self.tokenizer, request, text, output.tokens, output.logprobs, output.finish)
+        if output.cached_tokens is None and output.prompt_logprobs is None:
+            return delta
+        return replace(delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens)
+
+    def _pause_s(self, request: Request) -> float:
+        """How long a best-effort request's tokens may wait for each other; its last ones never wait."""
+        interval_s = self.settings.server.stream_interval_s
+        if request.stop or not interval_s:  # a stop string must be seen at once, or its request decodes on
+            return 0.0
+        return max(interval_s, self._streams * DELTA_S) if request.stream else max(interval_s, WHOLE_S)
 
     async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
         if self.verifier is None:
@@ -119,7 +149,7 @@ class _Drive:
         self.owner, self.request, self.text = owner, request, text
         self.settings = owner.settings.session
         self.session = Session(request, self.settings, time.monotonic())
-        self.inbox: asyncio.Queue[EngineOutput | Commit | LLM42Error] = asyncio.Queue()
+        self.inbox = Inbox(request.stop_token_ids)
         self.verifying: asyncio.Task[None] | None = None
         self.fingerprint = request.fingerprint
         self.counted = RequestStats()
@@ -162,8 +192,7 @@ class _Drive:
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
-        sink = into(self.inbox, asyncio.get_running_loop())
-        self.owner.engine.submit(self.request, sink, self.session.limit)
+        self.owner.engine.submit(self.request, self.inbox.sink, self.session.limit)
         while True:
             for event in await self._events():
                 for action in self._handle(event):
@@ -179,20 +208,12 @@ class _Drive:
                 self.verifying = asyncio.create_task(self._verify(window))
 
     async def _events(self) -> list[EngineOutput | Commit | LLM42Error]:
-        """Waits for the next event or for the commit deadline; takes everything that is there."""
-        deadline = self.session.deadline()
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self.inbox.empty():
-            try:
-                async with asyncio.timeout(timeout):  # wait_for may lose a cancellation when an event comes
-                    events = [await self.inbox.get()]
-            except TimeoutError:
-                return []
-        else:
-            events = []
-        while not self.inbox.empty():
-            events.append(self.inbox.get_nowait())
-        return events
+        """Waits until something can be done; takes everything that is there, candidates before answers."""
+        now = time.monotonic()
+        deadline = self.session.deadline(now)
+        await self.inbox.wait(self.session.wanted(now), None if deadline is None else deadline - now)
+        outputs, answers = self.inbox.take()
+        return [*outputs, *answers]
 
     def _handle(self, event: EngineOutput | Commit | LLM42Error) -> list[Action]:
         if isinstance(event, LLM42Error):
@@ -245,7 +266,7 @@ class _Drive:
         answer: Commit | LLM42Error = LLM42Error("no attempt was made")
         try:
             answer = await verify(verifier, window, self.settings, tracer, span.trace, self._on_retry)
-            self.inbox.put_nowait(answer)  # first: counting may fail, the answer must not be lost
+            self.inbox.put(answer)  # first: counting may fail, the answer must not be lost
         finally:
             span.end(accepted=answer.accepted if isinstance(answer, Commit) else -1)
         if isinstance(answer, Commit):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from dataclasses import replace
 
-from llm42.engine.base import EngineOutput, Sink
+from llm42.engine.base import EngineOutput
 from llm42.protocol import Delta, FinishReason, LLM42Error, Request, RequestRejected, TokenLogprob
 from llm42.session import Session
 from llm42.text import OutputText
@@ -70,11 +68,16 @@ def prompt_alone(output: EngineOutput) -> Delta:
     )
 
 
-def into(inbox: asyncio.Queue[Any], loop: asyncio.AbstractEventLoop) -> Sink:
-    """A sink that hands the engine thread's outputs to a queue of the event loop."""
-
-    def sink(output: EngineOutput) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(inbox.put_nowait, output)
-
-    return sink
+def joined(outputs: Sequence[EngineOutput]) -> EngineOutput:
+    """Neighbouring outputs of a best-effort request as one; `outputs` is not empty."""
+    if len(outputs) == 1:
+        return outputs[0]
+    first, last = outputs[0], outputs[-1]
+    return replace(
+        first,
+        tokens=tuple(t for o in outputs for t in o.tokens),
+        logprobs=tuple(p for o in outputs for p in o.logprobs),
+        finish=last.finish,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+        cached_tokens=next((o.cached_tokens for o in outputs if o.cached_tokens is not None), None),
+    )

@@ -68,6 +68,8 @@ class Request:
     """As num_logprobs, but for the prompt's tokens from the second on: they come with the first delta."""
     json_schema: str | None = None
     """The output is constrained to JSON of this schema (best effort only; the engine must be able to)."""
+    stream: bool = True
+    """False: the client gets the output when it is whole, so parts of it may wait for each other."""
     trace: str = ""
     """W3C traceparent of the span that the request belongs to; empty: it is not traced."""
 

@@ -110,11 +110,19 @@ class Session:
         self.stats.windows += 1
         return self.in_flight
 
-    def deadline(self) -> float | None:
+    def wanted(self, now: float) -> float:
+        """From which output token on the fast path's candidates let something be done: a window is due then,
+        or the first of them may disagree with what is committed. Infinity while a window is in flight."""
+        if self.in_flight or self.finish:
+            return float("inf")
+        if self._fast < len(self.committed) or now >= self.last_commit + self.settings.commit_deadline_s:
+            return 0
+        return min(len(self.committed) + self.target, self.limit)
+
+    def deadline(self, now: float) -> float | None:
         """When `due` should be asked again if nothing happens; None while that would not help."""
-        if self.in_flight or self.finish or not self.proposed:
-            return None
-        return self.last_commit + self.settings.commit_deadline_s
+        at = self.last_commit + self.settings.commit_deadline_s
+        return None if self.in_flight or self.finish or at <= now else at
 
     def commit(self, commit: Commit, now: float) -> list[Action]:
         """The answer to the window in flight."""

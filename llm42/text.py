@@ -49,6 +49,9 @@ class OutputText:
     def push(self, tokens: Sequence[int]) -> tuple[str, int]:
         """Adds tokens; returns the text to show and how many tokens were used (fewer once the output has
         ended)."""
+        if not self.stop and self._ends.isdisjoint(tokens):  # nothing can end here: all at once is cheaper
+            self._count += len(tokens)
+            return self._detokenizer.push(tokens), len(tokens)
         shown = ""
         for used, token in enumerate(tokens, 1):
             self._count += 1

@@ -3,6 +3,8 @@ sessions fail."""
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, VerifyTimings, Window
 from llm42.session import Action, Emit, Extend, Rollback, Session
-from tests.protocol.session_model import END, PROMPT, canonical, play, verify
+from tests.protocol.session_model import END, PROMPT, VOCAB, canonical, play, verify
 
 LENGTHS = st.integers(1, 128)
 
@@ -233,12 +235,70 @@ def test_the_deadline_sends_a_short_window() -> None:
     m = made(length=30)
     m.session.candidates(0, 0, m.right[:2])
     assert m.session.due(0.0) is None
-    deadline = m.session.deadline()
+    deadline = m.session.deadline(0.0)
     assert deadline is not None
+    assert m.session.wanted(0.0) == m.session.target
+    assert m.session.wanted(deadline) == 0, "whatever comes is sent now"
+    assert m.session.deadline(deadline) is None
     window = m.session.due(deadline)
     assert window is not None
     assert window.candidates == tuple(m.right[:2])
-    assert m.session.deadline() is None
+    assert m.session.deadline(0.0) is None
+    assert m.session.wanted(deadline) == float("inf")
+
+
+class WantsMore(Session):
+    """Has candidates handed over a token too late."""
+
+    def wanted(self, now: float) -> float:
+        wanted = super().wanted(now)
+        return wanted + 1 if wanted else 0
+
+
+def _first_windows(
+    kind: type[Session], seed: int, accuracy: float, ends: tuple[int, ...] = ()
+) -> list[tuple[int, int]]:
+    """For each window of an output: after how many output tokens it is sent, and after how many when tokens
+    are handed over only from `wanted` on (or with an end token, or at the bound), joined."""
+    rng, sent = random.Random(seed), []
+    session = kind(Request("r", PROMPT, 120, stop_token_ids=ends, deterministic=True), config(7, 24), 0.0)
+    while not session.done:
+        eager, waiting = copy.deepcopy(session), list[int]()
+        first: int | None = None
+        window = session.due(0.0)
+        while window is None:
+            at = session._fast + len(waiting)
+            right = canonical((*PROMPT, *eager.committed, *eager.proposed))
+            if at < len(eager.committed):
+                right = eager.committed[at]
+            token = right if rng.random() < accuracy else rng.randrange(VOCAB)
+            waiting.append(token)
+            if eager.candidates(eager.epoch, at, (token,)):  # not what is committed there: both start anew
+                assert session.candidates(session.epoch, at, (token,))
+                waiting.clear()
+                continue
+            if first is None and eager.due(0.0) is not None:
+                first = at + 1
+            if at + 1 >= session.wanted(0.0) or token in ends or at + 1 == session.limit:
+                assert not session.candidates(session.epoch, session._fast, tuple(waiting))
+                waiting.clear()
+                window = session.due(0.0)
+        sent.append((session._fast if first is None else first, session._fast))
+        session.commit(verify(window), 0.0)
+    return sent
+
+
+@pytest.mark.parametrize("ends", [(), (END,)])
+@pytest.mark.parametrize("accuracy", [1.0, 0.95, 0.5])
+def test_candidates_that_are_handed_over_late_delay_no_window(accuracy: float, ends: tuple[int, ...]) -> None:
+    sent = [pair for seed in range(40) for pair in _first_windows(Session, seed, accuracy, ends)]
+    assert len(sent) >= (40 if ends else 400)
+    assert all(eager == joined for eager, joined in sent)
+
+
+def test_control_handed_over_a_token_later_they_do() -> None:
+    sent = [pair for seed in range(40) for pair in _first_windows(WantsMore, seed, 1.0)]
+    assert any(eager < joined for eager, joined in sent)
 
 
 def test_the_target_follows_acceptance_and_the_queue() -> None:

@@ -281,7 +281,7 @@ class TestFingerprint:
 
 NOT_IN_AN_OUTPUT = {
     "llm42": """__init__ __main__ affinity affinity_trace audit_* canon claims cli cli_telemetry commands
-        config demo embedded fingerprint local logs metrics observe prometheus receipt replay steps top
+        config demo embedded fingerprint inbox local logs metrics observe prometheus receipt replay steps top
         tracing verdict verify_call""",
     "deployments": """__init__ actors admission app asgi audit audit_* bodies deltas errors failover
         fastpath http_app ingress large launch logprobs policy ray_metrics receipts render router scaling

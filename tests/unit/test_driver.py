@@ -11,7 +11,9 @@ import pytest
 from llm42.config import Settings
 from llm42.driver import _Drive
 from llm42.engine.base import EngineOutput
-from llm42.protocol import Request
+from llm42.protocol import LLM42Error, Request
+
+ANSWER = LLM42Error("an answer")
 
 
 def drive_of() -> _Drive:
@@ -23,11 +25,15 @@ class WaitsFor(_Drive):
     """As it was with wait_for, which in Python 3.11 returns the event and forgets the cancellation."""
 
     async def _events(self) -> list[Any]:
-        return [await asyncio.wait_for(self.inbox.get(), 60.0)]
+        await asyncio.wait_for(self.inbox._ready.wait(), 60.0)
+        outputs, answers = self.inbox.take()
+        return [*outputs, *answers]
 
 
-async def leaves(drive: _Drive) -> bool:
+async def leaves(kind: type[_Drive]) -> bool:
     """Whether a loop over events ends when it is cancelled just as an event has come."""
+    drive = drive_of()
+    drive.__class__ = kind
 
     async def loop() -> None:
         while True:
@@ -36,7 +42,7 @@ async def leaves(drive: _Drive) -> bool:
     task = asyncio.create_task(loop())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    drive.inbox.put_nowait(EngineOutput("r", 0, 0, (1,)))
+    drive.inbox.put(ANSWER)
     await asyncio.sleep(0)
     task.cancel()
     done, _ = await asyncio.wait([task], timeout=0.5)
@@ -45,7 +51,7 @@ async def leaves(drive: _Drive) -> bool:
 
 
 def test_a_cancellation_that_meets_an_event_is_not_lost() -> None:
-    assert asyncio.run(leaves(drive_of()))
+    assert asyncio.run(leaves(_Drive))
 
 
 def test_control_wait_for_may_lose_it() -> None:
@@ -53,16 +59,15 @@ def test_control_wait_for_may_lose_it() -> None:
 
     if sys.version_info >= (3, 12):
         pytest.skip("wait_for is built on timeout() from Python 3.12 on")
-    drive = drive_of()
-    drive.__class__ = WaitsFor
-    assert not asyncio.run(leaves(drive))
+    assert not asyncio.run(leaves(WaitsFor))
 
 
 def test_events_that_are_there_are_taken_together() -> None:
     async def scene() -> int:
         drive = drive_of()
         for start in range(3):
-            drive.inbox.put_nowait(EngineOutput("r", 0, start, (1,)))
+            drive.inbox.sink(EngineOutput("r", 0, start, (1,)))
+        drive.inbox.put(ANSWER)
         return len(await drive._events())
 
-    assert asyncio.run(scene()) == 3
+    assert asyncio.run(scene()) == 4

@@ -1,0 +1,134 @@
+"""How often a best-effort request's tokens are passed on: seldom, but the first, the last and a stop string
+at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm42.config import Settings
+from llm42.driver import Generator
+from llm42.engine.base import EngineOutput, Sink
+from llm42.outputs import EngineFailed
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
+
+STEP_S = 0.002
+REQUEST = Request("r", (1, 2), 60, num_logprobs=0)
+
+
+class Words:
+    """Stands for a tokenizer: token 5 is "<5>"."""
+
+    class _Pieces(dict[int, tuple[bytes, bool]]):
+        strip, byte_fallback = 0, False
+
+        def get(self, token: int, default: Any = None) -> tuple[bytes, bool]:
+            return f"<{token}>".encode(), False
+
+    identity, _pieces, _special_ids = "words", _Pieces(), frozenset[int]()
+
+    def token_text(self, token: int) -> str:
+        return f"<{token}>"
+
+
+class Metronome:
+    """Token n is n, one every STEP_S, from a thread of its own; `error` after `fails_at` tokens."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.decoded, self.aborted = fails_at, 0, threading.Event()
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        threading.Thread(target=self._run, args=(request, sink), daemon=True).start()
+
+    def _run(self, request: Request, sink: Sink) -> None:
+        for n in range(request.max_tokens):
+            if self.aborted.wait(STEP_S):
+                return
+            if n == self.fails_at:
+                sink(EngineOutput("r", 0, n, error="broken"))
+                return
+            self.decoded += 1
+            finish = FinishReason.LENGTH if n == request.max_tokens - 1 else None
+            cached = 0 if n == 0 else None
+            sink(EngineOutput("r", 0, n, (n,), (TokenLogprob(n, -1.0),), finish, cached_tokens=cached))
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.set()
+
+
+def generator(engine: Metronome, interval_s: float) -> Generator:
+    settings = Settings.load({"server": {"stream_interval_s": interval_s}})
+    return Generator(engine, Words(), settings)  # type: ignore[arg-type]
+
+
+async def run(
+    request: Request, interval_s: float, engine: Metronome | None = None, into: list[Delta] | None = None
+) -> list[Delta]:
+    deltas = [] if into is None else into
+    async with aclosing(generator(engine or Metronome(), interval_s).generate(request)) as stream:
+        async for delta in stream:
+            deltas.append(delta)
+    return deltas
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_are_passed_on_joined_and_none_is_lost(stream: bool) -> None:
+    began = time.monotonic()
+    deltas = await run(replace(REQUEST, stream=stream), 0.03)
+    seconds = time.monotonic() - began
+    assert [t for d in deltas for t in d.token_ids] == [*range(60)]
+    assert [p.token for d in deltas for p in d.logprobs] == [*range(60)]
+    assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(60))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert len(deltas[0].token_ids) < 10, "the first does not wait"
+    assert deltas[0].cached_tokens == 0
+    assert len(deltas) <= (3 if not stream else seconds / 0.03 + 3)
+
+
+async def test_control_without_an_interval_each_token_is_passed_on() -> None:
+    assert len(await run(REQUEST, 0.0)) > 30
+
+
+async def test_many_streams_are_passed_on_less_often() -> None:
+    made = generator(Metronome(), 0.01)
+    alone = made._pause_s(REQUEST)
+    made._streams = 500
+    assert alone == 0.01
+    assert made._pause_s(REQUEST) == pytest.approx(0.2)
+    assert made._pause_s(replace(REQUEST, stop=("x",))) == 0.0
+
+
+async def test_the_end_is_not_held_back() -> None:
+    began = time.monotonic()
+    await run(replace(REQUEST, max_tokens=3, stream=False), 5.0)
+    assert time.monotonic() - began < 2.0
+
+
+async def test_an_error_comes_after_the_tokens_before_it() -> None:
+    got: list[Delta] = []
+    with pytest.raises(EngineFailed, match="broken"):
+        await run(REQUEST, 5.0, Metronome(fails_at=20), got)
+    assert [t for d in got for t in d.token_ids] == [*range(20)]
+
+
+async def _decoded_past_a_stop(monkeypatch: pytest.MonkeyPatch, pause_s: float | None) -> int:
+    if pause_s is not None:
+        monkeypatch.setattr(Generator, "_pause_s", lambda _self, _request: pause_s)
+    engine = Metronome()
+    deltas = await run(replace(REQUEST, max_tokens=400, stop=("<7>",)), 0.5, engine)
+    assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(7))
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    return engine.decoded - 8
+
+
+async def test_a_stop_string_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _decoded_past_a_stop(monkeypatch, None) < 40
+
+
+async def test_control_held_back_the_engine_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await _decoded_past_a_stop(monkeypatch, 0.5) >= 100
