@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[str, int]] = {
     "tests": (TESTS + " --ignore=tests/gpu/test_service_cuda.py", 300),
     "certify": ("-m benchmarks.verifier certify --dir {out}", 150),
     "steps": ("-m benchmarks.verifier steps attention --dir {out}", 150),
-    "affinity": ("-m benchmarks.affinity --path {model} --sampled --out {out}", 330),
+    "affinity": ("-m benchmarks.affinity --path {model} --out {out}", 420),
     "rollback": ("-m benchmarks.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
     "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --out {out}", 240),
     "cost": ("-m benchmarks.early_cost --parts shared --out {out}", 360),

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 DELTA_S = 0.0004
 """A replica sends at most one best-effort delta per so many seconds: each costs its process about half of
 that on the way to the client, and decoding needs the other half."""
-WHOLE_S = 1.0
+WHOLE_S = 5.0
 """Deltas of a request whose client waits for the whole are that far apart; they only say that it lives."""
 
 
