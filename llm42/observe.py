@@ -65,8 +65,12 @@ class Observed:
     def _note(self, delta: Delta) -> None:
         if delta.token_ids:
             now = time.monotonic()
-            metric = m.COMMIT_GAP if self._tokens else m.FIRST_TOKEN
-            self._metrics.observe(metric, now - self._last, mode=self._mode)
+            seen = (
+                self.request.stream or self.request.deterministic
+            )  # else nobody sees the gaps: they are ours
+            if not self._tokens or seen:
+                metric = m.COMMIT_GAP if self._tokens else m.FIRST_TOKEN
+                self._metrics.observe(metric, now - self._last, mode=self._mode)
             self._last, self._tokens = now, self._tokens + len(delta.token_ids)
             self._metrics.inc(m.OUTPUT_TOKENS, len(delta.token_ids), mode=self._mode)
         if delta.fingerprint:
