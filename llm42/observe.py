@@ -65,10 +65,8 @@ class Observed:
     def _note(self, delta: Delta) -> None:
         if delta.token_ids:
             now = time.monotonic()
-            seen = (
-                self.request.stream or self.request.deterministic
-            )  # else nobody sees the gaps: they are ours
-            if not self._tokens or seen:
+            # the gaps of a whole best-effort reply are of our making, and nobody sees them
+            if not self._tokens or self.request.stream or self.request.deterministic:
                 metric = m.COMMIT_GAP if self._tokens else m.FIRST_TOKEN
                 self._metrics.observe(metric, now - self._last, mode=self._mode)
             self._last, self._tokens = now, self._tokens + len(delta.token_ids)
