@@ -8,6 +8,7 @@ does not, so the output is a function of the request and the verifier's fingerpr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,8 +74,10 @@ class Session:
 
     @property
     def limit(self) -> int:
-        """Up to which output token the fast path may decode now."""
-        return min(len(self.committed) + self.settings.lookahead, self.request.max_tokens)
+        """Up to which output token the fast path may decode now: beyond twice the mean run fewer than one
+        candidate in seven (exp(-2)) would be committed. Within an epoch it never moves back."""
+        ahead = min(self.settings.lookahead, max(self.settings.min_window, 2 * self._run))
+        return min(len(self.committed) + int(ahead), self.request.max_tokens)
 
     def candidates(self, epoch: int, start: int, tokens: Sequence[int]) -> list[Action]:
         """Tokens from the fast path, `tokens[i]` being output token `start + i`; a stale epoch is ignored."""
@@ -157,6 +160,12 @@ class Session:
         """Ends the session from outside: a stop string in the committed text, or the client is gone."""
         self.finish = self.finish or reason
 
+    @property
+    def _run(self) -> float:
+        """Tokens per rollback so far, as if a longest window had matched before; infinite without one."""
+        rollbacks = self.stats.rollbacks
+        return (self.stats.verified_tokens + self.settings.max_window) / rollbacks if rollbacks else math.inf
+
     def _window_length(self) -> tuple[int, bool]:
         """How many candidates to send, and whether waiting for more is pointless: the output may end
         there, or the fast path is at its lookahead bound."""
@@ -191,9 +200,15 @@ class Session:
 
     def _adapt(self, commit: Commit, sent: int) -> None:
         """Doubles the target length after a full match, or when the verifier's queue is what commits wait
-        for; halves it after a mismatch. Lengths of 2^k - 1 candidates make windows of 2^k rows."""
+        for; halves it after a mismatch. Lengths of 2^k - 1 candidates make windows of 2^k rows.
+
+        Windows of w rows cost 1/w extra rows a token and, when one token in `run` mismatches, w / (2 run)
+        tokens decoded in vain (half a window each): least at w^2 = 2 run. So w doubles while w 2w is at most
+        2 run.
+        """
         full = commit.accepted == sent
-        if full or commit.timings.queue_s > self.settings.commit_deadline_s:
+        worth = full and (self.target + 1) ** 2 <= self._run
+        if worth or commit.timings.queue_s > self.settings.commit_deadline_s:
             self.target = min(self.settings.max_window, 2 * self.target + 1)
-        else:
+        elif not full:
             self.target = max(self.settings.min_window, self.target // 2)
