@@ -240,7 +240,7 @@ class Simulation:
     def _ask(self, stream: Stream) -> None:
         """Sends the window that is due, or asks again at the deadline."""
         session = stream.session
-        window, deadline = session.due(self.now), session.deadline()
+        window, deadline = session.due(self.now), session.deadline(self.now)
         if window is not None:
             stream.sent = self.now
             rows = len(window.candidates) + 1 + (self.costs.prompt if session.stats.windows == 1 else 0)
