@@ -1,11 +1,8 @@
 """A vLLM logits processor that makes deterministic requests propose the canonical sampler's tokens.
 
 vLLM loads it in its engine process when `engine.vllm.sampled_agreement` is on. A row that asks for it
-(vllm_sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it.
-The draw is llm42.sampling.draw itself: the candidate is the canonical token whenever the logits lead to it.
-
-Cost: one draw, and one wait for the device, per such row and step, in vLLM's step. Other rows are not
-touched.
+(vllm_sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it:
+the candidate is the canonical token whenever the logits lead to it. Other rows are not touched.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from llm42.engine.agreement import leave_only_drawn
 from llm42.engine.vllm_sampling import draw_of
-from llm42.sampling import draw
-
-Row = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
+from llm42.sampling import Draw
 
 
 class CanonicalDraw(AdapterLogitsProcessor):  # type: ignore[misc, unused-ignore]
@@ -29,18 +25,22 @@ class CanonicalDraw(AdapterLogitsProcessor):  # type: ignore[misc, unused-ignore
         """It changes the argmax: that is its purpose."""
         return False
 
-    def new_req_logits_processor(self, params: Any) -> Row | None:
-        """None for a request that does not ask."""
+    def new_req_logits_processor(self, params: Any) -> Callable[..., Draw] | None:
+        """What vLLM keeps of a request, with its prompt and its growing output; None if it does not ask."""
         asked = draw_of(params.extra_args)
         if asked is None:
             return None
         sampling, prompt_len = asked
 
-        def row(prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-            token = draw(logits.float(), sampling, [*prompt, *output], prompt_len)
-            if token is not None:  # NaN: any proposal will do, the verifier reports it
-                logits.fill_(float("-inf"))
-                logits[token] = 0.0
-            return logits
+        # vLLM counts three parameters and fills in the first two
+        def row(prompt: list[int], output: list[int], _logits: torch.Tensor | None = None) -> Draw:
+            return Draw(sampling, [*prompt, *output], prompt_len)
 
         return row
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """All rows of a step at once."""
+        if self.req_info:
+            draws = [request() for request in self.req_info.values()]
+            leave_only_drawn(logits, list(self.req_info), draws)
+        return logits

@@ -76,6 +76,12 @@ def draw_rows(
         stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
 
 
+def draw_tokens(raw: Tensor, asked: Sequence[Draw]) -> Tensor:
+    """The canonical token of every row, [R] int32. raw [R, V] float32, R at most ROWS_AT_ONCE; asked[i]
+    describes row i."""
+    return _draw(raw, asked, restrict)[0]
+
+
 def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -> tuple[Tensor, Tensor]:
     """The `count` most likely ids of `rows` and their log-probabilities: two [len(rows), count] device
     tensors."""

@@ -9,6 +9,9 @@ import torch
 
 from kernels import kv_write, linear, rmsnorm, rotary, silu_mul
 from kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
+from llm42.engine.agreement import leave_only_drawn
+from llm42.protocol import SamplingParams
+from llm42.sampling import Draw
 from llm42.verifier.cuda_runner import attention_shape
 
 SHAPES = [(6144, 4096), (4096, 14336), (1152, 576), (576, 1536)]
@@ -114,3 +117,13 @@ def test_another_key_tile_gives_other_bits() -> None:
     )
     assert not torch.equal(a, b)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_the_fast_path_draws_its_rows_together_as_one_by_one() -> None:
+    logits = torch.randn(70, 49152, device="cuda").bfloat16()
+    asked = [SamplingParams(temperature=0.8, top_p=0.9 if i % 2 else 1.0, seed=i) for i in range(70)]
+    draws = [Draw(p, list(range(20 + i)), 5) for i, p in enumerate(asked)]
+    alone = logits.float().cpu()
+    leave_only_drawn(logits, list(range(70)), draws)
+    leave_only_drawn(alone, list(range(70)), draws)
+    assert logits.argmax(-1).tolist() == alone.argmax(-1).tolist()

@@ -13,6 +13,7 @@ from kernels.cuda import cuda_operators
 from kernels.operators import Operators
 from kernels.sampling import row_stats
 from llm42.cache import KVCache
+from llm42.engine import agreement
 from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
@@ -21,7 +22,13 @@ from llm42.sampling import Draw, sample_row
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.cuda_forward import CudaForward
 from llm42.verifier.cuda_runner import _wishes
-from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sample_step_device
+from llm42.verifier.cuda_sampler import (
+    ROWS_AT_ONCE,
+    alternatives,
+    draw_rows,
+    is_plain,
+    sample_step_device,
+)
 from llm42.verifier.cuda_step import Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
 
@@ -184,6 +191,34 @@ def test_a_nan_row_is_flagged_and_its_neighbour_untouched() -> None:
     draw_rows(logits, stats, [0], [Draw(PARAMS[1], [1, 2], 1, 0)])
     assert stats.bad.tolist() == [1, 0]
     assert torch.equal(stats.log_sum[1], clean.log_sum[1])
+
+
+def _proposed(logits: torch.Tensor, rows: list[int], together: bool) -> list[int]:
+    """What vLLM's argmax makes of the rows afterwards."""
+    history = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist() * 2
+    draws = [Draw(PARAMS[i % len(PARAMS)], history, 20) for i in range(len(rows))]
+    (agreement._together if together else agreement.leave_only_drawn)(logits, rows, draws)
+    return logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("count", [5, 70])
+def test_the_fast_path_draws_its_rows_together_as_one_by_one(count: int) -> None:
+    logits = (torch.randn(count + 3, VOCAB) * 3).round(decimals=1).to(torch.bfloat16)
+    rows = torch.randperm(count + 3)[:count].tolist()
+    others = [i for i in range(count + 3) if i not in rows]
+    ours, alone = logits.clone(), logits.clone()
+    assert _proposed(ours, rows, together=True) == _proposed(alone, rows, together=False)
+    assert torch.equal(ours[others], logits[others])
+    assert bool((ours[rows] == 0.0).sum(-1).eq(1).all()), "one token is possible"
+    if count > ROWS_AT_ONCE:  # control: the rows' own parameters matter
+        assert _proposed(logits.clone(), rows[::-1], together=True) != _proposed(logits.clone(), rows, True)
+
+
+def test_a_nan_row_proposes_something() -> None:
+    logits = torch.randn(2, VOCAB)
+    logits[0] = float("nan")
+    agreement._together(logits, [0, 1], [Draw(PARAMS[1], [1, 2], 1)] * 2)
+    assert bool(logits[0].isfinite().any())
 
 
 def test_a_prompt_chunk_asks_for_nothing_and_later_rows_find_their_place() -> None:
