@@ -22,6 +22,7 @@ from deployments.audit import Auditor
 from deployments.supervisor import MemberInfo
 from deployments.supervisor_link import SupervisorLink
 from deployments.verifier_actor import VerifierStatus
+from deployments.window_batches import WindowBatches
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.metrics import VERIFIERS_READY, Metrics
@@ -54,11 +55,21 @@ class Member:
     """A verify call failed a moment ago: others are chosen first."""
     failed_at: float = -math.inf
     """When a call found its actor dead or out of reach; what the supervisor heard before is out of date."""
+    _batches: tuple[Any, WindowBatches] | None = None
+    """With the handle that they are for: calls to a dead actor must not hold up its successor's."""
 
     @property
     def ready(self) -> bool:
         """Whether it can be asked: certified, with the pool's fingerprint, and its handle is known."""
         return self.status is not None and self.status.state == "ready" and self.handle is not None
+
+    @property
+    def batches(self) -> WindowBatches:
+        """Joins windows into calls of the present actor."""
+        handle = self.handle
+        if self._batches is None or self._batches[0] is not handle:
+            self._batches = handle, WindowBatches(lambda windows: handle.verify.remote(windows, False))
+        return self._batches[1]
 
 
 class VerifierPool:
@@ -137,10 +148,13 @@ class VerifierPool:
         """
         entered = time.monotonic()
         member = await self._ready_member(windows[0])
+        # what the verifier has not seen yet may be long, and others would wait for it: it goes by itself
+        first = windows[0]
+        joined = not cold and len(windows) == 1 and self._asked.get(first.request_id) == member.name
         if not cold:
             self._asked.update(dict.fromkeys((w.request_id for w in windows), member.name))
         try:
-            answers = await self._call(member, windows, cold, entered)
+            answers = await self._call(member, windows, cold, entered, joined)
         except Overloaded:
             if not cold:
                 self._observe(math.inf)
@@ -154,14 +168,18 @@ class VerifierPool:
         return answers
 
     async def _call(
-        self, member: Member, windows: Sequence[Window], cold: bool, entered: float
+        self, member: Member, windows: Sequence[Window], cold: bool, entered: float, joined: bool
     ) -> list[Answer]:
-        """One actor call; what goes wrong is remembered of the member. entered: when the caller's time for
-        this try began."""
+        """One actor call, or a part of one (`joined`, of a single window); what goes wrong is remembered of
+        the member. entered: when the caller's time for this try began."""
         actor_id, began, answered = member.actor_id, time.monotonic(), False
         member.in_flight += len(windows)
         try:
-            answers: list[Answer] = await member.handle.verify.remote(list(windows), cold)
+            answers: list[Answer]
+            if joined:
+                answers = [await member.batches.ask(windows[0])]
+            else:
+                answers = await member.handle.verify.remote(list(windows), cold)
             answered = True
             return answers
         except asyncio.CancelledError:
