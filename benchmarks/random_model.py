@@ -25,13 +25,10 @@ SMALL_96 = ModelConfig("llama", 32064, 768, 2048, 4, 8, 8, 96, 1e-5, ROPE, 8192)
 SMALL_QK = ModelConfig("qwen3", 32000, 1024, 3072, 4, 16, 8, 128, 1e-6, ROPE, 8192, qk_norm=True)
 
 
-def write_random(
-    config: ModelConfig, tokenizer: Tokenizer, directory: Path, seed: int = 0, head_scale: float = 1.0
-) -> Path:
+def write_random(config: ModelConfig, tokenizer: Tokenizer, directory: Path, seed: int = 0) -> Path:
     """The same kind of weights as files that any engine reads, in bfloat16: a Hugging Face directory.
 
-    tokenizer: its vocabulary may be smaller than the model's. Shards are of one layer. head_scale: standard
-    deviation of the logits; with 1 the two most likely tokens are much closer than in a trained model.
+    tokenizer: its vocabulary may be smaller than the model's. Shards are of one layer.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config_json(config, "bfloat16")))
@@ -44,8 +41,6 @@ def write_random(
     for name, shape in expected_shapes(config).items():
         norm, embedding = len(shape) == 1, name == "model.embed_tokens.weight"
         mean, scale = (1.0, 0.1) if norm else (0.0, 1.0 if embedding else shape[-1] ** -0.5)
-        if name == "lm_head.weight":
-            scale *= head_scale
         tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
         layer = name.split(".")[2] if ".layers." in name else "other"
         held = shards.setdefault(layer, {})

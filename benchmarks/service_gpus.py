@@ -13,8 +13,8 @@ Requests come over HTTP, a fixed number at a time, the deterministic ones evenly
 The arithmetic bound of `apart` is (GPUs - 1) / GPUs of `plain`. A deterministic prompt must bring the same
 token ids and log-probabilities at every share in every layout, or the run fails.
 
-8b: a Llama 3 8B's shape with random weights and SmolLM2's vocabulary, written to --scratch first. How often
-candidates differ depends on --head-scale; what a trained model would do is not measured by it.
+8b: a Llama 3 8B's shape with random weights and SmolLM2's vocabulary, written to --scratch first. Its two
+most likely tokens are closer than a trained model's, so more candidates differ.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def model_path(args: argparse.Namespace) -> str:
     if args.model == "8b":
         tokenizer = Tokenizer.load(Path(Settings().model.path))
         config = replace(LLAMA_8B, vocab_size=49152, eos_token_ids=(2,), bos_token_id=1)
-        place = Path(args.scratch or mkdtemp()) / "random-8b"
-        return str(write_random(config, tokenizer, place, head_scale=args.head_scale))
+        return str(write_random(config, tokenizer, Path(args.scratch or mkdtemp()) / "random-8b"))
     return str(args.model)
 
 
@@ -150,6 +149,9 @@ def figures_of(raw: dict[str, Any], gpus: int) -> dict[str, Figure]:
         for share in (s for s in map(str, SHARES) if s in raw[layout]):
             speed = raw[layout][share]["tokens_s"]
             figures[f"{layout}_{share}_tok_s"] = Figure(round(speed, 1), "tokens/s", None, "higher")
+            if share != "0" and "0" in raw[layout]:
+                own = speed / raw[layout]["0"]["tokens_s"]
+                figures[f"{layout}_{share}_of_0"] = Figure(round(own, 3), "share", None, "higher")
             if plain and layout != "plain":
                 figures[f"{layout}_{share}_kept"] = Figure(round(speed / plain, 3), "share", None, "higher")
     if "apart" in raw:
@@ -169,7 +171,6 @@ def main() -> None:
     for name, default in (("gpus", 2), ("concurrent", 128), ("requests", 512), ("input", 256),
                           ("output", 256), ("ingresses", 2), ("vocab", 49152)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--head-scale", type=float, default=4.0, help="standard deviation of the 8b's logits")
     parser.add_argument("--scratch", help="where a model that has to be written goes")
     parser.add_argument("--name", default="h200x2")
     parser.add_argument("--out", type=Path, default=RESULTS)
