@@ -91,7 +91,7 @@ class FastPath:
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
         if request.stop and not request.deterministic:  # the others' tokens come joined already
-            source = coalesce(source, self._settings.server.stream_interval_s)
+            source = coalesce(source, self._generator.pause_s(request))
         first = True
         async with aclosing(source) as deltas:
             async for delta in deltas:

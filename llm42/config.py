@@ -235,7 +235,12 @@ class ServerSettings(_Section):
     )
     verifiers: int = Field(1, ge=0, description="0: deterministic requests are refused")
     max_verifiers: int = Field(0, ge=0, description="above verifiers: verifiers are added by queue time")
-    stream_interval_s: float = Field(0.05, ge=0, description="best-effort tokens are sent at most this often")
+    stream_interval_s: float = Field(
+        0.05,
+        ge=0,
+        description="best-effort tokens are sent at most this often, less often with many streams or where"
+        " the client waits for the whole; 0: each at once",
+    )
 
 
 class TelemetrySettings(_Section):

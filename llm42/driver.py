@@ -70,7 +70,7 @@ class Generator:
         self.metrics: m.Metrics = metrics or m.NullMetrics()
         self.tracer: Tracer = tracer or NullTracer()
         self._streams = 0
-        """Best-effort requests in progress."""
+        """Best-effort requests in progress whose clients read along."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
@@ -83,7 +83,7 @@ class Generator:
 
     async def _best_effort(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
         inbox = Inbox()
-        self._streams += 1
+        self._streams += request.stream
         try:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
                 self.engine.submit(replace(request, max_tokens=1), inbox.sink, 1)
@@ -100,10 +100,10 @@ class Generator:
                     yield delta
                 if failed is not None and finish is None:
                     require_no_error(failed)
-                if finish is None:
-                    await inbox.wait(NONE, self._pause_s(request))
+                if finish is None and (hold_s := self._hold_s(request)):
+                    await inbox.wait(NONE, hold_s)
         finally:
-            self._streams -= 1
+            self._streams -= request.stream
             self.engine.abort(request.request_id)
 
     def _delta(self, request: Request, text: OutputText, output: EngineOutput) -> Delta:
@@ -112,12 +112,17 @@ class Generator:
             return delta
         return replace(delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens)
 
-    def _pause_s(self, request: Request) -> float:
-        """How long a best-effort request's tokens may wait for each other; its last ones never wait."""
+    def pause_s(self, request: Request) -> float:
+        """How long a best-effort request's tokens may wait for each other; its first and last never do."""
         interval_s = self.settings.server.stream_interval_s
-        if request.stop or not interval_s:  # a stop string must be seen at once, or its request decodes on
+        if not interval_s:
             return 0.0
         return max(interval_s, self._streams * DELTA_S) if request.stream else max(interval_s, WHOLE_S)
+
+    def _hold_s(self, request: Request) -> float:
+        """How long they wait here. A stop string must be seen at once, or its request decodes on: tokens that
+        may hold one wait after they have been looked at (deployments/fastpath.py)."""
+        return 0.0 if request.stop else self.pause_s(request)
 
     async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
         if self.verifier is None:
@@ -193,8 +198,9 @@ class _Drive:
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
         self.owner.engine.submit(self.request, self.inbox.sink, self.session.limit)
+        now = time.monotonic()
         while True:
-            for event in await self._events():
+            for event in await self._events(now):
                 for action in self._handle(event):
                     delta = self._act(action, event)
                     if delta is not None:
@@ -203,13 +209,14 @@ class _Drive:
                         return
                 if isinstance(event, Commit):
                     self._count_progress()
-            window = self.session.due(time.monotonic())
+            now = time.monotonic()  # the same for `due` and `deadline`: else one could pass between them
+            window = self.session.due(now)
             if window is not None:
                 self.verifying = asyncio.create_task(self._verify(window))
 
-    async def _events(self) -> list[EngineOutput | Commit | LLM42Error]:
-        """Waits until something can be done; takes everything that is there, candidates before answers."""
-        now = time.monotonic()
+    async def _events(self, now: float) -> list[EngineOutput | Commit | LLM42Error]:
+        """Waits until something can be done; takes everything that is there, candidates before answers.
+        now: when `due` was asked last."""
         deadline = self.session.deadline(now)
         await self.inbox.wait(self.session.wanted(now), None if deadline is None else deadline - now)
         outputs, answers = self.inbox.take()

@@ -53,13 +53,16 @@ class Inbox:
 
     async def wait(self, wake_at: float, timeout_s: float | None = None) -> None:
         """Until an output reaches output token number `wake_at`, or ends something, or an answer is there, or
-        the time is over. May return early; `take` then has less, or nothing."""
+        the time is over. What was to wake an earlier wait does not end this one."""
         self._wake_at = wake_at
-        if self._answers or any(self._wakes(output) for output in list(self._outputs)):
-            return
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # wait_for may lose a cancellation when an event comes
-                await self._ready.wait()
+                while True:
+                    self._ready.clear()
+                    self._woken = False  # before the look: what comes later wakes again
+                    if self._answers or any(self._wakes(output) for output in list(self._outputs)):
+                        return
+                    await self._ready.wait()
 
     def take(self) -> tuple[list[EngineOutput], list[Commit | LLM42Error]]:
         """Everything that is there."""

@@ -76,8 +76,7 @@ class Session:
     def limit(self) -> int:
         """Up to which output token the fast path may decode now: beyond twice the mean run fewer than one
         candidate in seven (exp(-2)) would be committed. Within an epoch it never moves back."""
-        ahead = min(self.settings.lookahead, max(self.settings.min_window, 2 * self._run))
-        return min(len(self.committed) + int(ahead), self.request.max_tokens)
+        return min(len(self.committed) + self._ahead, self.request.max_tokens)
 
     def candidates(self, epoch: int, start: int, tokens: Sequence[int]) -> list[Action]:
         """Tokens from the fast path, `tokens[i]` being output token `start + i`; a stale epoch is ignored."""
@@ -99,8 +98,7 @@ class Session:
         if self.in_flight or self.finish or not self.proposed:
             return None
         length, closed = self._window_length()
-        late = now - self.last_commit >= self.settings.commit_deadline_s
-        if not (length >= self.target or closed or late):
+        if not (length >= self.target or closed or self._is_late(now)):
             return None
         self.in_flight = Window(
             self.request.request_id,
@@ -118,14 +116,18 @@ class Session:
         or the first of them may disagree with what is committed. Infinity while a window is in flight."""
         if self.in_flight or self.finish:
             return float("inf")
-        if self._fast < len(self.committed) or now >= self.last_commit + self.settings.commit_deadline_s:
+        if self._fast < len(self.committed) or self._is_late(now):
             return 0
         return min(len(self.committed) + self.target, self.limit)
 
     def deadline(self, now: float) -> float | None:
         """When `due` should be asked again if nothing happens; None while that would not help."""
-        at = self.last_commit + self.settings.commit_deadline_s
-        return None if self.in_flight or self.finish or at <= now else at
+        if self.in_flight or self.finish or self._is_late(now):
+            return None
+        return self.last_commit + self.settings.commit_deadline_s
+
+    def _is_late(self, now: float) -> bool:
+        return now >= self.last_commit + self.settings.commit_deadline_s
 
     def commit(self, commit: Commit, now: float) -> list[Action]:
         """The answer to the window in flight."""
@@ -159,6 +161,10 @@ class Session:
     def stop(self, reason: FinishReason = FinishReason.STOP) -> None:
         """Ends the session from outside: a stop string in the committed text, or the client is gone."""
         self.finish = self.finish or reason
+
+    @property
+    def _ahead(self) -> int:
+        return int(min(self.settings.lookahead, max(self.settings.min_window, 2 * self._run)))
 
     @property
     def _run(self) -> float:
@@ -209,6 +215,8 @@ class Session:
         full = commit.accepted == sent
         worth = full and (self.target + 1) ** 2 <= self._run
         if worth or commit.timings.queue_s > self.settings.commit_deadline_s:
-            self.target = min(self.settings.max_window, 2 * self.target + 1)
+            grown = min(self.settings.max_window, 2 * self.target + 1)
+            # a window as long as the lookahead would be sent only when the fast path stands still
+            self.target = grown if worth else max(self.target, min(grown, self._ahead // 2))
         elif not full:
             self.target = max(self.settings.min_window, self.target // 2)

@@ -5,38 +5,62 @@ Needs no vLLM, so it is tested without; vllm_draw.py puts it into vLLM's step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
-import torch
 from torch import Tensor
 
 from llm42.sampling import Draw, draw
+
+ROWS_AT_ONCE = 16
+"""Rows sorted together: vLLM has left little memory when it comes to sampling (100 MB at 128k tokens)."""
+
+
+class History(Sequence[int]):
+    """Prompt and output as one sequence, without a copy: most draws need no more than its length."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._prompt, self._output = prompt, output
+
+    def __len__(self) -> int:
+        return len(self._prompt) + len(self._output)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._prompt
+        yield from self._output
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return list(self)[at]
 
 
 def leave_only_drawn(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     """Changes `rows` of logits [R, V] so that each one's canonical token alone is possible.
 
-    draws[i] describes rows[i]. On CUDA all rows are drawn together, by the verifier's kernels and without
+    draws[i] describes rows[i]. On CUDA many rows are drawn together, by the verifier's kernels and without
     waiting for the device. A row with NaN proposes any token: the verifier reports it.
     """
     if logits.is_cuda:
-        _together(logits, rows, draws)
+        draw_together(logits, rows, draws)
         return
     for row, asked in zip(rows, draws, strict=True):
-        token = draw(logits[row].float(), asked.params, asked.history, asked.prompt_len)
+        token = draw(logits[row].float(), asked.params, list(asked.history), asked.prompt_len)
         if token is not None:
             logits[row] = float("-inf")
             logits[row, token] = 0.0
 
 
-def _together(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
-    from llm42.verifier.cuda_sampler import ROWS_AT_ONCE, draw_tokens
+def draw_together(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
+    """The same by the verifier's kernels (on a CPU: in Triton's interpreter)."""
+    from llm42.verifier.cuda_sampler import device_tensor, draw_tokens
 
+    possible = logits.new_zeros(())  # on the device: a number would be copied there, which waits for it
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         part = slice(begin, begin + ROWS_AT_ONCE)
-        index = torch.tensor(rows[part])
-        if logits.is_cuda:
-            index = index.pin_memory().to(logits.device, non_blocking=True)
+        index = device_tensor(rows[part], logits)
         token = draw_tokens(logits[index].float(), draws[part])
         logits.index_fill_(0, index, float("-inf"))
-        logits[index, token.long()] = 0.0
+        logits.index_put_((index, token.long()), possible)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from llm42.engine.agreement import leave_only_drawn
+from llm42.engine.agreement import History, leave_only_drawn
 from llm42.engine.vllm_sampling import draw_of
 from llm42.sampling import Draw
 
@@ -32,9 +32,9 @@ class CanonicalDraw(AdapterLogitsProcessor):  # type: ignore[misc, unused-ignore
             return None
         sampling, prompt_len = asked
 
-        # vLLM counts three parameters and fills in the first two
+        # vLLM counts three parameters, and fills in the first two
         def row(prompt: list[int], output: list[int], _logits: torch.Tensor | None = None) -> Draw:
-            return Draw(sampling, [*prompt, *output], prompt_len)
+            return Draw(sampling, History(prompt, output), prompt_len)
 
         return row
 

@@ -76,9 +76,14 @@ def draw_rows(
         stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
 
 
+def device_tensor(ids: Sequence[int], like: Tensor) -> Tensor:
+    """Ids as an int64 tensor beside `like`, copied without waiting."""
+    return _device(list(ids), torch.int64, like)
+
+
 def draw_tokens(raw: Tensor, asked: Sequence[Draw]) -> Tensor:
-    """The canonical token of every row, [R] int32. raw [R, V] float32, R at most ROWS_AT_ONCE; asked[i]
-    describes row i."""
+    """The canonical token of every row, [R] int32. raw [R, V] float32, of few rows: they are sorted together;
+    asked[i] describes row i."""
     return _draw(raw, asked, restrict)[0]
 
 
@@ -132,14 +137,14 @@ def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
     bias: list[tuple[int, int, float]] = []
     banned: list[tuple[int, int, float]] = []
     for row, w in enumerate(wanted):
-        p, output = w.params, w.history[w.prompt_len :]
+        p = w.params
         if p.repetition_penalty != 1.0:
             repeat += [(row, i, p.repetition_penalty) for i in set(w.history)]
         if p.presence_penalty or p.frequency_penalty:
             f, b = p.frequency_penalty, p.presence_penalty
-            counted += [(row, i, float(n), f, b) for i, n in Counter(output).items()]
+            counted += [(row, i, float(n), f, b) for i, n in Counter(w.history[w.prompt_len :]).items()]
         bias += [(row, i, b) for i, b in p.logit_bias]
-        if len(output) < p.min_tokens:
+        if len(w.history) - w.prompt_len < p.min_tokens:
             banned += [(row, i, 0.0) for i in p.min_tokens_banned]
     if repeat:
         at, (factor,) = _pairs(repeat, values)
@@ -153,7 +158,7 @@ def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
         values[at] = values[at] + added
     if banned:
         at, _ = _pairs(banned, values)
-        values[at] = float("-inf")
+        values.index_put_(at, values.new_full((), float("-inf")))  # a number would come from the host: a wait
     return values
 
 

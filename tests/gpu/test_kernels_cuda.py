@@ -124,6 +124,14 @@ def test_the_fast_path_draws_its_rows_together_as_one_by_one() -> None:
     asked = [SamplingParams(temperature=0.8, top_p=0.9 if i % 2 else 1.0, seed=i) for i in range(70)]
     draws = [Draw(p, list(range(20 + i)), 5) for i, p in enumerate(asked)]
     alone = logits.float().cpu()
-    leave_only_drawn(logits, list(range(70)), draws)
+    leave_only_drawn(logits.clone(), list(range(70)), draws)  # compiled now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        leave_only_drawn(logits, list(range(70)), draws)
+        with pytest.raises(RuntimeError, match="synchroniz"):  # control: a number as a value waits
+            logits[torch.arange(2, device="cuda"), torch.arange(2, device="cuda")] = 0.0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     leave_only_drawn(alone, list(range(70)), draws)
     assert logits.argmax(-1).tolist() == alone.argmax(-1).tolist()

@@ -23,7 +23,6 @@ from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.cuda_forward import CudaForward
 from llm42.verifier.cuda_runner import _wishes
 from llm42.verifier.cuda_sampler import (
-    ROWS_AT_ONCE,
     alternatives,
     draw_rows,
     is_plain,
@@ -196,8 +195,9 @@ def test_a_nan_row_is_flagged_and_its_neighbour_untouched() -> None:
 def _proposed(logits: torch.Tensor, rows: list[int], together: bool) -> list[int]:
     """What vLLM's argmax makes of the rows afterwards."""
     history = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist() * 2
-    draws = [Draw(PARAMS[i % len(PARAMS)], history, 20) for i in range(len(rows))]
-    (agreement._together if together else agreement.leave_only_drawn)(logits, rows, draws)
+    joined = agreement.History(history[:20], history[20:])
+    draws = [Draw(PARAMS[i % len(PARAMS)], joined, 20) for i in range(len(rows))]
+    (agreement.draw_together if together else agreement.leave_only_drawn)(logits, rows, draws)
     return logits.argmax(-1).tolist()
 
 
@@ -210,14 +210,14 @@ def test_the_fast_path_draws_its_rows_together_as_one_by_one(count: int) -> None
     assert _proposed(ours, rows, together=True) == _proposed(alone, rows, together=False)
     assert torch.equal(ours[others], logits[others])
     assert bool((ours[rows] == 0.0).sum(-1).eq(1).all()), "one token is possible"
-    if count > ROWS_AT_ONCE:  # control: the rows' own parameters matter
+    if count > agreement.ROWS_AT_ONCE:  # control: the rows' own parameters matter
         assert _proposed(logits.clone(), rows[::-1], together=True) != _proposed(logits.clone(), rows, True)
 
 
 def test_a_nan_row_proposes_something() -> None:
     logits = torch.randn(2, VOCAB)
     logits[0] = float("nan")
-    agreement._together(logits, [0, 1], [Draw(PARAMS[1], [1, 2], 1)] * 2)
+    agreement.draw_together(logits, [0, 1], [Draw(PARAMS[1], [1, 2], 1)] * 2)
     assert bool(logits[0].isfinite().any())
 
 

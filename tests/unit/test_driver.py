@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def drive_of() -> _Drive:
 class WaitsFor(_Drive):
     """As it was with wait_for, which in Python 3.11 returns the event and forgets the cancellation."""
 
-    async def _events(self) -> list[Any]:
+    async def _events(self, now: float) -> list[Any]:
         await asyncio.wait_for(self.inbox._ready.wait(), 60.0)
         outputs, answers = self.inbox.take()
         return [*outputs, *answers]
@@ -37,7 +38,7 @@ async def leaves(kind: type[_Drive]) -> bool:
 
     async def loop() -> None:
         while True:
-            await drive._events()
+            await drive._events(time.monotonic())
 
     task = asyncio.create_task(loop())
     await asyncio.sleep(0)
@@ -68,6 +69,16 @@ def test_events_that_are_there_are_taken_together() -> None:
         for start in range(3):
             drive.inbox.sink(EngineOutput("r", 0, start, (1,)))
         drive.inbox.put(ANSWER)
-        return len(await drive._events())
+        return len(await drive._events(time.monotonic()))
 
     assert asyncio.run(scene()) == 4
+
+
+async def test_candidates_that_wait_are_sent_at_the_deadline_though_nothing_more_comes() -> None:
+    """The engine has told of two candidates and is silent from then on."""
+    drive = drive_of()
+    drive.session.candidates(0, 0, (5, 6))
+    last = drive.session.last_commit + drive.settings.commit_deadline_s - 0.01
+    assert drive.session.due(last) is None
+    await asyncio.wait_for(drive._events(last), 5.0)
+    assert drive.session.due(drive.session.last_commit + drive.settings.commit_deadline_s) is not None

@@ -3,17 +3,20 @@ at once."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from llm42 import driver
 from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.base import EngineOutput, Sink
+from llm42.inbox import Inbox
 from llm42.outputs import EngineFailed
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 
@@ -96,11 +99,56 @@ async def test_control_without_an_interval_each_token_is_passed_on() -> None:
 
 async def test_many_streams_are_passed_on_less_often() -> None:
     made = generator(Metronome(), 0.01)
-    alone = made._pause_s(REQUEST)
+    alone = made.pause_s(REQUEST)
     made._streams = 500
     assert alone == 0.01
-    assert made._pause_s(REQUEST) == pytest.approx(0.2)
-    assert made._pause_s(replace(REQUEST, stop=("x",))) == 0.0
+    assert made.pause_s(REQUEST) == pytest.approx(0.2)
+    assert made._hold_s(replace(REQUEST, stop=("x",))) == 0.0
+
+
+class EndsEarly(Inbox):
+    """What was to wake an earlier wait ends the next one."""
+
+    async def wait(self, wake_at: float, timeout_s: float | None = None) -> None:
+        self._wake_at = wake_at
+        if self._answers or any(self._wakes(output) for output in list(self._outputs)):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+
+
+async def _deltas_of_a_slow_client(stream: bool) -> int:
+    """How many deltas of 100 tokens a client gets that takes 6 ms for each; the interval is 50 ms."""
+    count = 0
+    request = replace(REQUEST, max_tokens=100, stream=stream)
+    async with aclosing(generator(Metronome(), 0.05).generate(request)) as deltas:
+        async for _ in deltas:
+            count += 1
+            await asyncio.sleep(3 * STEP_S)
+    return count
+
+
+@pytest.mark.parametrize(("stream", "most"), [(True, 15), (False, 3)])
+async def test_tokens_that_come_while_a_delta_is_on_its_way_end_no_pause(stream: bool, most: int) -> None:
+    assert await _deltas_of_a_slow_client(stream) <= most
+
+
+async def test_control_with_waits_that_end_early_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "Inbox", EndsEarly)
+    assert await _deltas_of_a_slow_client(True) > 20
+
+
+async def test_a_client_that_leaves_in_a_pause_is_heard_at_once() -> None:
+    engine = Metronome()
+    running = asyncio.create_task(run(replace(REQUEST, max_tokens=5000, stream=False), 5.0, engine))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    began = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert time.monotonic() - began < 1.0
+    assert engine.aborted.is_set()
 
 
 async def test_the_end_is_not_held_back() -> None:
@@ -118,7 +166,7 @@ async def test_an_error_comes_after_the_tokens_before_it() -> None:
 
 async def _decoded_past_a_stop(monkeypatch: pytest.MonkeyPatch, pause_s: float | None) -> int:
     if pause_s is not None:
-        monkeypatch.setattr(Generator, "_pause_s", lambda _self, _request: pause_s)
+        monkeypatch.setattr(Generator, "_hold_s", lambda _self, _request: pause_s)
     engine = Metronome()
     deltas = await run(replace(REQUEST, max_tokens=400, stop=("<7>",)), 0.5, engine)
     assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(7))
