@@ -72,6 +72,10 @@ async def check_streams(app: App, lab: Lab) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_verifier_that_hangs_is_replaced(app: App, lab: Lab) -> None:
     hung, healthy = await app.verifier_pids()
+    for _ in range(int(START_S)):  # one that has not been published as ready yet may take longer to start
+        if ready_pids(await published(app)) == {hung, healthy}:
+            break
+        await asyncio.sleep(0.5)
     streams = asyncio.create_task(check_streams(app, lab))
     await asyncio.sleep(0.5)
     with stopped(hung):

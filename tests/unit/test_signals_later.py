@@ -72,9 +72,14 @@ ELSEWHERE = """
 import signal, sys, threading, time
 from llm42.cli import _interrupt, until_interrupted
 signal.signal(signal.SIGTERM, _interrupt)
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+def other():
+    time.sleep(0.5)  # the main thread waits by now: a signal before that would be heard either way
+    print("up", flush=True)
+    time.sleep(60)
+
+threading.Thread(target=other, daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # here: the other thread gets it
-print("up", flush=True)
 try:
     until_interrupted() if sys.argv[1] == "ours" else threading.Event().wait()
 except KeyboardInterrupt:
