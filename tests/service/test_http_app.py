@@ -121,6 +121,12 @@ def test_a_hopelessly_long_text_is_not_encoded(tokenizer: Tokenizer, monkeypatch
     assert encoded == [10**6]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_replica_is_told_whether_the_client_reads_along(stream: bool, tokenizer: Tokenizer) -> None:
+    (request,) = plan(CompletionBody(**completion(stream=stream)), SETTINGS, tokenizer).requests
+    assert request.stream is stream
+
+
 @pytest.mark.parametrize("text", ["{", "", "[1]", "null", '"x"', '{"model": NaN', "[" * 5000, b"\xff\xfe"])
 async def test_bodies_that_are_no_json_object(tokenizer: Tokenizer, text: str | bytes) -> None:
     async with client(tokenizer) as (http, _):

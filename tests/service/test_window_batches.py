@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError
@@ -11,6 +12,7 @@ from ray.exceptions import RayActorError
 from deployments import window_batches
 from deployments.window_batches import Answer, WindowBatches
 from llm42.protocol import Commit, Overloaded, SamplingParams, VerifyTimings, Window
+from tests.service.pools import Handle, pool_of
 from tests.service.stand_ins import answer
 
 
@@ -120,3 +122,42 @@ async def test_answers_that_do_not_fit_are_errors_and_nobody_waits_for_ever() ->
     found = await asyncio.wait_for(ask_all(WindowBatches(none, at_once=1), 3), 5.0)
     assert all(isinstance(f, ValueError) for f in found)
     assert time.monotonic() - began < 5.0
+
+
+class Counting(Handle):
+    """Counts its calls by their windows; audits, whose number is a matter of chance, apart."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.calls, self.audits = list[int](), list[int]()
+
+    async def remote(self, windows: list[Window], cold: bool = False) -> Any:
+        (self.audits if cold else self.calls).append(len(windows))
+        await asyncio.sleep(0.01)
+        return [answer(w) for w in windows]
+
+
+async def test_a_requests_first_window_goes_alone_and_its_later_ones_share_calls() -> None:
+    pool, handle = pool_of(("ready", "a")), Counting()
+    pool.members[0].handle = handle
+    for _ in range(2):
+        await asyncio.gather(*(pool.verify([named(i)]) for i in range(40)))
+    assert handle.calls[:40] == [1] * 40, "a prompt may be long: nobody waits for another's"
+    assert handle.calls[40:] == [*[1] * window_batches.AT_ONCE, 32]
+    await asyncio.gather(*(pool.verify([named(i)], cold=True) for i in range(40)))
+    assert len(handle.audits) >= 40
+    assert set(handle.audits) == {1}, "audits are no traffic"
+
+
+async def test_calls_to_an_actor_that_hangs_do_not_hold_up_its_successor() -> None:
+    pool = pool_of(("ready", "a"))
+    pool.members[0].handle = hung = Handle(None)
+    await asyncio.gather(*(pool.verify([named(i)]) for i in range(20)))
+    hung.blocked = True
+    waiting = [asyncio.create_task(pool.verify([named(i)])) for i in range(20)]
+    await asyncio.sleep(0.01)
+    pool.members[0].handle = Counting()
+    await asyncio.wait_for(pool.verify([named(0)]), 5.0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,22 @@ async def test_a_request_is_counted_once_however_it_ends() -> None:
     assert await outcome(FIRST, LAST, leave_after=2) == "finished", "the client has everything"
     assert await outcome(FIRST, Overloaded("full")) == "overloaded"
     assert await outcome(RuntimeError("a bug")) == "internal_error"
+
+
+@pytest.mark.parametrize(
+    ("stream", "deterministic", "gaps"), [(True, False, 1), (False, False, 0), (False, True, 1)]
+)
+async def test_gaps_that_no_client_sees_are_not_measured(
+    stream: bool, deterministic: bool, gaps: int
+) -> None:
+    """A best-effort reply that is read as a whole comes in pieces of our making."""
+    metrics = PrometheusMetrics("tiny")
+    request = replace(REQUEST, stream=stream, deterministic=deterministic)
+    async for _ in Observed(request, metrics).run(deltas(FIRST, LAST)):
+        pass
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    counts = [float(x.split()[-1]) for x in lines if x.startswith("llm42_commit_gap_seconds_count")]
+    assert sum(counts) == gaps
 
 
 async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) -> None:
