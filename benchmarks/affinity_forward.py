@@ -13,7 +13,7 @@ from benchmarks.affinity_compiled import CHUNK, Compiled
 from benchmarks.affinity_kernels import norm, silu_mul
 from kernels.attention import TritonAttention
 from kernels.linear import lm_head_cublas_into
-from kernels.rmsnorm import rms_norm_triton
+from kernels.rmsnorm import launch_sum_norm, rms_norm_triton
 from kernels.rotary import rotary_triton
 from kernels.silu_mul import silu_mul_triton
 from llm42.models.weights import LayerWeights, LoadedModel
@@ -26,13 +26,17 @@ PAGE = 16
 class Variant:
     """norms: "rounded" (the residual after every add), "chain" (inside a layer it is carried in float32),
     "custom" (vLLM's own kernels, activation and rotary too), "compiled" (the layer as inductor compiles it).
-    attention: "triton", "rows" (FlashAttention 3, every row a sequence), "mixed" (prompts as chunks)."""
+    attention: "triton", "rows" (FlashAttention 3, every row a sequence), "mixed" (prompts as chunks).
+    logits: "float32", "activation" (a product with rounded output), "rounded" (float32, then rounded).
+    launches: of the norms of "chain", as kernels.rmsnorm.carried_launch gives them, for the first norm, the
+    one after attention, the one after the MLP and the final one; None: one block, `warps`."""
 
     norms: str = "rounded"
     table: str = "float64"
     attention: str = "triton"
     logits: str = "float32"
     warps: int = 1
+    launches: tuple[tuple[int, int, int], ...] | None = None
 
 
 @dataclass(slots=True)
@@ -185,6 +189,11 @@ class Forward:
         self, variant: Variant, terms: tuple[Tensor, ...], weight: Tensor, store: bool
     ) -> tuple[Tensor, Tensor]:
         eps = self.model.config.rms_norm_eps
+        if variant.launches:
+            out, total = torch.empty_like(terms[0]), torch.empty_like(terms[0]) if store else None
+            place = 3 if weight is self.model.weights.final_norm else len(terms) - 1
+            launch_sum_norm(terms, weight, out, total, eps, variant.launches[place])
+            return out, terms[0] if total is None else total
         if variant.norms == "chain":
             return norm(terms, weight, eps, store=store, warps=variant.warps)
         if variant.norms == "rounded":
@@ -227,11 +236,13 @@ class Forward:
         head, rows = self.model.weights.lm_head, self.batch.scored
         same, distance = [], []
         for part, at in zip(hidden.split(CHUNK), rows.split(CHUNK), strict=True):
-            if variant.logits == "float32":
+            if variant.logits == "activation":
+                logits = F.linear(part, head).float()
+            else:
                 logits = torch.empty(len(part), len(head), device="cuda")
                 lm_head_cublas_into(part, head, logits)
-            else:
-                logits = F.linear(part, head).float()
+            if variant.logits == "rounded":
+                logits = logits.to(head.dtype).float()
             wanted = self.batch.following[at]
             same.append(logits.argmax(-1) == wanted)
             lse = (logits - logits.max(-1, keepdim=True).values).double().exp().sum(-1).log()

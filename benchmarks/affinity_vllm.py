@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.linear import CUBLAS_ENVIRONMENT
+from llm42.engine.vllm_connection import UNSPLIT_ATTENTION
 
 os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -31,6 +32,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "unsplit": {
         "hf_overrides": {"head_dtype": "float32"},
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
+    },
+    "service": {"attention_config": UNSPLIT_ATTENTION},
+    "fixed": {
+        "attention_config": UNSPLIT_ATTENTION,
+        "compilation_config": {"inductor_compile_config": {"deterministic": True}},
     },
     "custom": {
         "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},
@@ -140,7 +146,7 @@ def main() -> None:
     rotary = [m for m in model.modules() if hasattr(m, "cos_sin_cache")]
     result["cos_sin"] = rotary[0].cos_sin_cache.cpu() if rotary else torch.zeros(2048, 64)
     result["config"] = str(llm.llm_engine.vllm_config)
-    for load in LOADS[: {"custom": 2, "eager": 1}.get(name, 3)]:
+    for load in LOADS[: {"custom": 2, "eager": 1, "service": 1, "fixed": 2}.get(name, 3)]:
         keep = KEPT if load == LOADS[0] else ()
         if load == 1:
             runs = [run(llm, [p]) for p in prompts[:4]]

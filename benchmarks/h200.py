@@ -36,7 +36,12 @@ PARTS: dict[str, tuple[str, int]] = {
     "steps": ("-m benchmarks.verifier steps attention --dir {out}", 150),
     "affinity": ("-m benchmarks.affinity --path {model} --out {out}", 420),
     "rollback": ("-m benchmarks.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
-    "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --out {out}", 240),
+    "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
+    "adapter-small": (
+        "-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --model {model}"
+        " --name cuda-vllm-adapter-small --out {out}",
+        300,
+    ),
     "cost": ("-m benchmarks.early_cost --parts shared --out {out}", 360),
     "invariant": ("-m benchmarks.early_cost --parts invariant --out {out}", 300),
     "hand": (HANDOFF.format(part="hand", model="{model}") + " GRAPHS --out {out}/hand.json", 240),
@@ -51,7 +56,7 @@ PARTS: dict[str, tuple[str, int]] = {
     "service": (TESTS + "/test_service_cuda.py", 300),
 }
 """Name -> what Python runs, and the most seconds it may take."""
-WORKSPACE = ("rollback", "adapter", "cost", "invariant")
+WORKSPACE = ("rollback", "adapter", "adapter-small", "cost", "invariant")
 """Parts whose vLLM keeps cuBLAS's workspace, as it comes."""
 
 

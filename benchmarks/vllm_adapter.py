@@ -8,7 +8,8 @@ Both engines run at the same time with the same sizes, the untouched one with vL
 scheduling policy, statistics and log); rounds alternate between them, so a ratio compares neighbours in time.
 The untouched one's stream is read in the cheapest way that vLLM has: token deltas, no detokenisation.
 The CPU time of either side's event loop per token is reported too: on a busy machine it says more than the
-clock.
+clock. --processor adds a third engine, with the optional logits processor loaded (sampled_agreement), and the
+same requests, which do not ask for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import statistics
 import threading
 import time
+from contextlib import ExitStack, closing
 from typing import Any
 
 from benchmarks.report import Figure, arguments, report
@@ -117,21 +119,23 @@ def loop_cpu_s(loop: asyncio.AbstractEventLoop) -> float:
 
 
 def measure(
-    engine: VllmEngine, untouched: Untouched, args: argparse.Namespace, vocab: int
+    engines: dict[str, VllmEngine], untouched: Untouched, args: argparse.Namespace, vocab: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(tokens per second, loop CPU microseconds per token) by side and round; the side that begins
+    """(tokens per second, loop CPU microseconds per token) by side and round; the order of the sides
     alternates. A warm-up of each comes first."""
-    speeds: dict[str, list[float]] = {"adapter": [], "untouched": []}
-    cpu: dict[str, list[float]] = {"adapter": [], "untouched": []}
-    loops = {"adapter": engine._loop, "untouched": untouched.loop}
+    sides = ["untouched", *engines]
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    cpu: dict[str, list[float]] = {side: [] for side in sides}
     for number in range(-1, args.rounds):
-        sides = ["adapter", "untouched"] if number % 2 else ["untouched", "adapter"]
-        for side in sides:
+        for side in sides if number % 2 == 0 else reversed(sides):
             prompts = prompts_of(args.requests, args.input, vocab, seed=10 * number + len(side))
-            run = untouched.round if side == "untouched" else lambda p, n: adapter_round(engine, p, n)
-            began = loop_cpu_s(loops[side])
-            speed = run(prompts, args.output)
-            used = 1e6 * (loop_cpu_s(loops[side]) - began) / (args.requests * args.output)
+            loop = untouched.loop if side == "untouched" else engines[side]._loop
+            began = loop_cpu_s(loop)
+            if side == "untouched":
+                speed = untouched.round(prompts, args.output)
+            else:
+                speed = adapter_round(engines[side], prompts, args.output)
+            used = 1e6 * (loop_cpu_s(loop) - began) / (args.requests * args.output)
             if number >= 0:
                 speeds[side].append(round(speed, 1))
                 cpu[side].append(round(used, 2))
@@ -139,6 +143,19 @@ def measure(
                 f"{'warm-up' if number < 0 else number} {side}: {speed:.1f} tok/s, {used:.1f} us", flush=True
             )
     return speeds, cpu
+
+
+def figures_of(speeds: dict[str, list[float]], cpu: dict[str, list[float]]) -> dict[str, Figure]:
+    """Medians by side, and of the ratios to the untouched engine in the same round."""
+    figures = {}
+    for side, found in speeds.items():
+        figures[f"{side}_tok_s"] = Figure(statistics.median(found), "tokens/s", None, "higher")
+        figures[f"{side}_loop_cpu_us"] = Figure(statistics.median(cpu[side]), "us per token")
+        if side != "untouched":
+            share = statistics.median(a / u for a, u in zip(found, speeds["untouched"], strict=True))
+            target = 0.99 if side == "adapter" else None
+            figures[f"{side}_share"] = Figure(round(share, 4), "ratio", target, "higher")
+    return figures
 
 
 def main() -> None:
@@ -151,26 +168,22 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output", type=int, default=256, help="output tokens")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--processor", action="store_true", help="a third engine, with sampled_agreement")
     args = parser.parse_args()
     settings = settings_of(args)
     given = engine_arguments(settings, model_directory(settings))
-    engine = VllmEngine(settings).start()
-    try:
+    with ExitStack() as stack:
+        engines = {"adapter": stack.enter_context(closing(VllmEngine(settings).start()))}
+        if args.processor:
+            other = settings_of(args, sampled_agreement=True)
+            engines["processor"] = stack.enter_context(closing(VllmEngine(other).start()))
+        facts = {side: engine.facts for side, engine in engines.items()}
         untouched = Untouched({k: v for k, v in given.items() if k not in OURS})
-        speeds, cpu = measure(engine, untouched, args, engine.facts["vocab_size"])
+        speeds, cpu = measure(engines, untouched, args, facts["adapter"]["vocab_size"])
         untouched.close()
-    finally:
-        engine.close()
-    ratios = [a / u for a, u in zip(speeds["adapter"], speeds["untouched"], strict=True)]
-    figures = {
-        "adapter_share": Figure(round(statistics.median(ratios), 4), "ratio", 0.99, "higher"),
-        "adapter_tok_s": Figure(statistics.median(speeds["adapter"]), "tokens/s", None, "higher"),
-        "untouched_tok_s": Figure(statistics.median(speeds["untouched"]), "tokens/s", None, "higher"),
-        "adapter_loop_cpu_us": Figure(statistics.median(cpu["adapter"]), "us per token"),
-        "untouched_loop_cpu_us": Figure(statistics.median(cpu["untouched"]), "us per token"),
-    }
-    raw = {"speeds": speeds, "loop_cpu_us": cpu, "ratios": ratios}
-    raw |= {"engine": engine.facts, "arguments": arguments(args), "load_average": os.getloadavg()}
+    raw = {"speeds": speeds, "loop_cpu_us": cpu, "engines": facts, "arguments": arguments(args)}
+    raw |= {"load_average": os.getloadavg()}
+    figures = figures_of(speeds, cpu)
     print(report(args.name or f"{args.device}-vllm-adapter", figures, raw, args.out))
 
 

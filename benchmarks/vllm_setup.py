@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="NAME.json in --out; default: the device and the benchmark's name")
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace, sampled_agreement: bool = False) -> Settings:
     """Settings with engine.kind vllm."""
     vllm: dict[str, Any] = {
+        "sampled_agreement": sampled_agreement,
         "dtype": args.dtype,
         "max_num_seqs": args.max_num_seqs,
         "enforce_eager": args.eager,

@@ -91,14 +91,19 @@ def carried_launch(width: int) -> tuple[int, int, int]:
 
 
 def launch_sum_norm(
-    terms: tuple[Tensor, ...], weight: Tensor, normed: Tensor, summed: Tensor | None, eps: float
+    terms: tuple[Tensor, ...],
+    weight: Tensor,
+    normed: Tensor,
+    summed: Tensor | None,
+    eps: float,
+    launch: tuple[int, int, int] | None = None,
 ) -> None:
     """Norm of the sum of one to three [T, H] terms, t0 + (t1 + t2), into normed [T, H]; the rounded sum goes
-    to `summed` (may be one of the terms) unless that is None."""
+    to `summed` (may be one of the terms) unless that is None. launch: instead of carried_launch's."""
     from kernels.gpu.elementwise import sum_norm_kernel
 
     rows, width = terms[0].shape
-    block_x, block, warps = carried_launch(width)
+    block_x, block, warps = launch or carried_launch(width)
     padded = [*terms, *[terms[0]] * (3 - len(terms))]
     # the compiler may contract multiplications and additions here: so does the one that is followed
     sum_norm_kernel[(-(-rows // block_x),)](

@@ -1,0 +1,189 @@
+"""Which operator of a wide model (hidden size 4,096, random weights) has other bits in vLLM than in ours.
+
+python -m benchmarks.affinity_wide OUT [--layers 4] [--configurations service fixed]
+
+Three parts, each written to OUT/affinity-wide.json as it ends: products of the library at many row counts
+against 64 rows; the norms of a compiled graph against every launch of ours, with and without the compiler's
+`deterministic` option; vLLM's own outputs and KV (benchmarks/affinity_vllm.py, a process of its own for each
+configuration) scored by variants of the verifier's forward pass. The process must be started without cuBLAS
+workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.affinity_compiled import EXAMPLE_ROWS, INDUCTOR
+from benchmarks.affinity_exact import EPS, _graph
+from benchmarks.affinity_forward import Batch, Forward, Variant, linear
+from benchmarks.affinity_probe import score
+from benchmarks.affinity_vllm import compiled_kernels
+from benchmarks.random_model import LLAMA_8B, write_random
+from benchmarks.vllm_setup import prompts_of
+from kernels.linear import lm_head_cublas_into
+from kernels.rmsnorm import launch_sum_norm
+from kernels.silu_mul import silu_mul_library_exp
+from llm42.models.config import ModelConfig
+from llm42.models.load import load_model
+
+VOCAB = 49152
+ROWS = (1, 2, 8, 16, 17, 32, 65, 128, 200, 256, 512, 1024, 2048, 4096, 8192)
+WIDTHS = (3072, 4096, 5120)
+LAUNCHES = [(1, block, warps) for block in (1024, 2048, 4096) for warps in (8, 16)]
+LAUNCHES += [(2, 2048, 16), (1, 8192, 16)]
+NORMS = ("first", "after attention", "after the MLP", "final")
+WHOLE, HALVES = (1, 4096, 16), (1, 2048, 16)
+
+
+def variants() -> dict[str, Variant]:
+    """Every choice of a launch for each norm (w: 4,096 columns at once, h: 2,048), and some of the rest."""
+    out = {"compiled rows": Variant("compiled", "vllm", "rows", "activation")}
+    for attention in ("rows", "mixed"):
+        for launches in itertools.product((WHOLE, HALVES), repeat=len(NORMS)):
+            name = "".join("w" if x is WHOLE else "h" for x in launches)
+            out[f"{name} {attention}"] = Variant("chain", "vllm", attention, "activation", 1, launches)
+    for launch in (WHOLE, HALVES):
+        out[f"{launch} rounded"] = Variant("chain", "vllm", "rows", "rounded", 1, (launch,) * len(NORMS))
+    return out
+
+
+def products(config: ModelConfig) -> dict[str, Any]:
+    """Share of equal elements of a row's product at many row counts, against 64 rows."""
+    c, gen, out = config, torch.Generator("cuda").manual_seed(1), {}
+    width = c.num_heads * c.head_dim
+    shapes = {
+        "qkv": ((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size), "o": (c.hidden_size, width),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
+        "head": (c.vocab_size, c.hidden_size),
+    }  # fmt: skip
+    for name, (rows, columns) in shapes.items():
+        weight = torch.randn(rows, columns, generator=gen, device="cuda").bfloat16() * columns**-0.5
+        x = torch.randn(max(ROWS), columns, generator=gen, device="cuda").bfloat16()
+        want = F.linear(x[:64], weight)
+        shares = {}
+        for count in ROWS:
+            if name == "head" and count > 1024:
+                continue
+            got = F.linear(x[:count], weight)[:64]
+            shares[str(count)] = float((got == want[: len(got)]).float().mean())
+        if name == "head":
+            logits = torch.empty(64, rows, device="cuda")
+            lm_head_cublas_into(x[:64], weight, logits)
+            shares["float32, rounded"] = float((logits.to(want.dtype) == want).float().mean())
+        other = {k: v for k, v in shares.items() if v != 1.0}
+        out[name] = other | {"equal at": len(shares) - len(other)}
+        del weight, x
+    return out
+
+
+def norms(deterministic: bool) -> dict[str, Any]:
+    """Per width: launches of ours that give a compiled graph's bits, and the launches that it chose."""
+    out: dict[str, Any] = {}
+    for width in WIDTHS:
+        gen = torch.Generator("cuda").manual_seed(width)
+
+        def make(rows: int, columns: int, gen: torch.Generator = gen) -> Tensor:
+            return torch.randn(rows, columns, generator=gen, device="cuda").bfloat16()
+
+        up, down = make(2 * width, width) * width**-0.5, make(width, width) * width**-0.5
+        w1, w2 = (make(1, width)[0] * 0.1 + 1 for _ in range(2))
+        torch._dynamo.reset()
+        gc.collect()
+        graph = torch.compile(_graph, options=INDUCTOR | ({"deterministic": True} if deterministic else {}))
+        for rows in (EXAMPLE_ROWS, 37, 512, 4096):
+            o, residual = make(rows, width), make(rows, width)
+            for x in (o, residual):
+                torch._dynamo.mark_dynamic(x, 0)
+            want = [y.clone() for y in graph(o, residual, w1, up, down, w2)]
+        x, normed, summed = (torch.empty_like(o) for _ in range(3))
+        found = {}
+        for first, second in itertools.product(LAUNCHES, LAUNCHES):
+            launch_sum_norm((o, residual), w1, x, None, EPS, first)
+            y = linear(silu_mul_library_exp(linear(x, up)), down)
+            launch_sum_norm((y, o, residual), w2, normed, summed, EPS, second)
+            found[f"{first} {second}"] = float((normed == want[0]).float().mean())
+        best = sorted(found.items(), key=lambda item: -item[1])
+        reductions = [k for k in compiled_kernels() if {"red", "per"} & set(str(k["name"]).split("_"))]
+        chosen = [(k["name"], k["hints"], k["configs"]) for k in reductions]
+        out[str(width)] = {"best": best[:12], "worst": best[-1], "chosen": chosen[-4:]}
+    return out
+
+
+def vllm_runs(args: argparse.Namespace, directory: Path) -> Iterator[tuple[str, str]]:
+    """Configuration and how its process ended."""
+    for name in args.configurations:
+        command = [sys.executable, "-m", "benchmarks.affinity_vllm", name, str(directory), str(args.scratch)]
+        with (args.out / f"vllm-{name}.log").open("w") as log:
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        yield name, f"exit {done.returncode}"
+
+
+def scores(args: argparse.Namespace, directory: Path, name: str) -> dict[str, Any]:
+    """One configuration's outputs at its largest load, scored by every variant."""
+    model = load_model(str(directory), "bfloat16", "cuda", 2048)
+    data, out = torch.load(args.scratch / f"{name}.pt"), {}
+    part = data["64"]
+    forward = Forward(model, Batch.make(data["prompts"], part["tokens"], part["logprobs"]))
+    for label, variant in variants().items():
+        found = score(forward, variant, data["kv"])
+        # per sequence and layer: equal keys of the prompt and the output, equal values of both
+        out[label] = {k: found[k] for k in ("flips_per_1000", "equal_1e-5", "mean_distance", "kv")}
+        told = {k: v for k, v in out[label].items() if k != "kv"}
+        print(name, label, told, out[label]["kv"]["0"], flush=True)
+    kernels = json.loads((args.scratch / f"{name}.kernels.json").read_text())
+    out["kernels"] = [(k["name"], k["hints"], k["configs"]) for k in kernels]
+    (args.out / f"{name}.kernels.json").write_text(json.dumps(kernels))
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--configurations", nargs="+", default=["service", "fixed"])
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp/affinity-wide"))
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+
+    def part(name: str, work: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        try:
+            results[name] = work()
+        except Exception:
+            results[name] = {"error": traceback.format_exc()[-3000:]}
+        torch.cuda.empty_cache()
+        print(name, round(time.perf_counter() - began, 1), "s", json.dumps(results[name])[:3000], flush=True)
+        (args.out / "affinity-wide.json").write_text(json.dumps(results, indent=1))
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    config = replace(LLAMA_8B, vocab_size=VOCAB, num_layers=args.layers, eos_token_ids=(2,), bos_token_id=1)
+    part("products", lambda: products(config))
+    part("norms", lambda: norms(False))
+    part("norms, deterministic", lambda: norms(True))
+    from llm42.config import Settings
+    from llm42.tokenizer import Tokenizer
+
+    directory = write_random(config, Tokenizer.load(Path(Settings().model.path)), args.scratch / "model")
+    (directory / "prompts.json").write_text(json.dumps([list(p) for p in prompts_of(64, 256, VOCAB)]))
+    for name, ended in vllm_runs(args, directory):
+        print(name, ended, flush=True)
+        part(name, lambda n=name: scores(args, directory, n))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()
