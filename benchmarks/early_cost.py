@@ -76,7 +76,10 @@ class RemoteVerifier:
 
     def _receive(self) -> None:
         while True:
-            number, answer = self._pipe.recv()
+            try:
+                number, answer = self._pipe.recv()
+            except EOFError:  # the verifier has ended
+                return
             loop, future = self._waiting.pop(number)
             loop.call_soon_threadsafe(lambda f=future, a=answer: f.done() or f.set_result(a))
 

@@ -145,7 +145,6 @@ class Session:
         self.in_flight, self.last_commit = None, now
         accepted, sent = commit.accepted, len(window.candidates)
         emit = self._append((*window.candidates[:accepted], commit.next_token), commit.logprobs)
-        self._adapt(commit, sent)
         del self.proposed[:accepted]
         if accepted < sent:
             actions: list[Action] = [emit, self._roll_back(lost=len(self.proposed))]
@@ -156,6 +155,7 @@ class Session:
                 :1
             ]  # the bonus token is what the fast path decoded, or it has not got there yet
             actions = [emit, Extend(self.limit)]
+        self._adapt(commit, sent)
         return actions[:1] if self.finish else actions
 
     def stop(self, reason: FinishReason = FinishReason.STOP) -> None:
@@ -217,6 +217,6 @@ class Session:
         if worth or commit.timings.queue_s > self.settings.commit_deadline_s:
             grown = min(self.settings.max_window, 2 * self.target + 1)
             # a window as long as the lookahead would be sent only when the fast path stands still
-            self.target = grown if worth else max(self.target, min(grown, self._ahead // 2))
+            self.target = grown if worth else max(self.settings.min_window, min(grown, self._ahead // 2))
         elif not full:
             self.target = max(self.settings.min_window, self.target // 2)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.session_events import Costs, Simulation
 from benchmarks.session_sim import Before
 from llm42.config import SessionSettings
-from llm42.protocol import Request, VerifyTimings
+from llm42.protocol import Commit, Request, VerifyTimings
 from llm42.session import Extend, Rollback, Session
 from tests.protocol.session_model import PROMPT, VOCAB, canonical, play, verify
 
@@ -109,6 +109,35 @@ def test_control_the_rules_before_fail_these_tests() -> None:
     feed(session, 7, wrong=False)
     assert session.target > SETTINGS.min_window
     assert ahead(session) == SETTINGS.lookahead
+
+
+def targets_in_a_long_queue(make: type[Session]) -> list[tuple[int, int]]:
+    """(target, bound) after each of many mismatches, every commit long in the queue."""
+    session, found = session_of(make), []
+    for _ in range(60):
+        feed(session, 7, wrong=True, queue_s=2 * SETTINGS.commit_deadline_s)
+        found.append((session.target, ahead(session)))
+    return found
+
+
+def test_a_long_queue_does_not_make_windows_as_long_as_the_lookahead() -> None:
+    """Such a window would be sent when the fast path has stopped at its bound, and it waits meanwhile."""
+    found = targets_in_a_long_queue(Session)
+    assert all(target <= max(SETTINGS.min_window, bound // 2) for target, bound in found[1:])
+    assert found[-1][0] > SETTINGS.min_window, "the queue still counts"
+
+
+class GrowsInAnyQueue(Session):
+    """Doubles its windows with the queue, whatever the bound is."""
+
+    def _adapt(self, commit: Commit, sent: int) -> None:
+        if commit.timings.queue_s > self.settings.commit_deadline_s:
+            self.target = min(self.settings.max_window, 2 * self.target + 1)
+
+
+def test_control_growth_without_the_bound_is_noticed() -> None:
+    found = targets_in_a_long_queue(GrowsInAnyQueue)
+    assert any(target > bound // 2 for target, bound in found[1:])
 
 
 class ShrinkingBound(Session):
