@@ -26,11 +26,14 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Figure, arguments, report
 from kernels.linear import CUBLAS_ENVIRONMENT
 
 PROMPT, OUTPUT, MAX_LEN, VOCAB = 1024, 256, 2048, 128256
 KV_TOKENS = 256 * (PROMPT + OUTPUT + 128)
 BUCKETS = (1, 8, 32, 64, 128, 256, 512, 1024)
+VERIFIER_ROWS_S = 35_600
+"""Rows a second of a verifier alone on the device: results/h200-verifier.json."""
 
 
 def verifier_process(pipe: Pipe) -> None:
@@ -127,7 +130,8 @@ async def closed_loop(count: int, concurrent: int, one: Any) -> dict[str, float]
             await one(i)
 
     await asyncio.gather(*(guarded(i) for i in range(count)))
-    return {"tok_s": count * OUTPUT / (time.perf_counter() - began), "seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    return {"tok_s": count * OUTPUT / seconds, "seconds": seconds, "tokens": count * OUTPUT}
 
 
 def vllm_settings(directory: str, share: float) -> Any:
@@ -282,8 +286,33 @@ def invariant(args: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
+def figures_of(raw: dict[str, Any]) -> dict[str, Figure]:
+    """The named figures of the parts that were run."""
+    figures: dict[str, Figure] = {}
+    if "shared" in raw:
+        runs = raw["shared"]
+        plain = (runs["untouched_a"]["tok_s"] + runs["untouched_b"]["tok_s"]) / 2
+        rows = runs["adapter_100"]["verifier"]["rows"] / (runs["adapter_100"]["tokens"])
+        # both take turns on the device: a token's own time, and that of its rows
+        predicted = (1 / plain) / (1 / plain + rows / VERIFIER_ROWS_S)
+        figures = {
+            "untouched_tok_s": Figure(round(plain, 1), "output tokens/s", None, "higher"),
+            "adapter_share": Figure(round(runs["adapter_0"]["tok_s"] / plain, 3), "ratio", 0.99, "higher"),
+            "kept_100": Figure(round(runs["adapter_100"]["tok_s"] / plain, 3), "ratio", None, "higher"),
+            "predicted_kept_100": Figure(round(predicted, 3), "ratio", None, "higher"),
+            "rows_per_output_token": Figure(round(rows, 3), "rows"),
+        }
+    if "invariant" in raw:
+        speed = raw["invariant"]["untouched"]["tok_s"]
+        figures["invariant_tok_s"] = Figure(round(speed, 1), "output tokens/s", None, "higher")
+        if "shared" in raw:
+            figures["invariant_kept"] = Figure(round(speed / plain, 3), "ratio", None, "higher")
+    return figures
+
+
 def main() -> None:
-    """Runs the parts, each in a process of its own, and writes DIR/PART.json."""
+    """Runs the parts, each in a process of its own, and writes DIR/h200-early-cost.json with what has been
+    run there so far."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", default=["shared", "invariant"])
@@ -301,7 +330,10 @@ def main() -> None:
     for part in args.parts:
         command = [sys.executable, "-m", "benchmarks.early_cost", *sys.argv[1:], "--part", part]
         more = {"VLLM_BATCH_INVARIANT": "1"} if part == "invariant" else {}
-        subprocess.run(command, env=os.environ | more, check=False)
+        subprocess.run(command, env=os.environ | more, check=True)
+    files = {part: args.out / f"{part}.json" for part in ("shared", "invariant")}
+    raw = {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
+    print(report("h200-early-cost", figures_of(raw), raw | {"arguments": arguments(args)}, args.out))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+import torch
 from torch import Tensor
 
+from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, draw
 
 ROWS_AT_ONCE = 16
@@ -64,3 +66,10 @@ def draw_together(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) ->
         token = draw_tokens(logits[index].float(), draws[part])
         logits.index_fill_(0, index, float("-inf"))
         logits.index_put_((index, token.long()), possible)
+
+
+def warm_up(vocab: int, device: torch.device) -> None:
+    """Compiles what `leave_only_drawn` launches on a CUDA device, so that no request's step waits for it."""
+    if device.type == "cuda":
+        asked = [SamplingParams(temperature=1.0, top_p=share) for share in (1.0, 0.9)]
+        draw_together(torch.zeros(2, vocab, device=device), [0, 1], [Draw(p, [0], 1) for p in asked])

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from llm42.engine.agreement import History, leave_only_drawn
+from llm42.engine.agreement import History, leave_only_drawn, warm_up
 from llm42.engine.vllm_sampling import draw_of
 from llm42.sampling import Draw
 
 
 class CanonicalDraw(AdapterLogitsProcessor):  # type: ignore[misc, unused-ignore]
     """The canonical draw, for the rows that ask for it."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        super().__init__(vllm_config, device, is_pin_memory)
+        warm_up(vllm_config.model_config.get_vocab_size(), torch.device(device))
 
     def is_argmax_invariant(self) -> bool:
         """It changes the argmax: that is its purpose."""

@@ -9,7 +9,7 @@ import torch
 
 from kernels import kv_write, linear, rmsnorm, rotary, silu_mul
 from kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
-from llm42.engine.agreement import leave_only_drawn
+from llm42.engine.agreement import leave_only_drawn, warm_up
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw
 from llm42.verifier.cuda_runner import attention_shape
@@ -117,6 +117,28 @@ def test_another_key_tile_gives_other_bits() -> None:
     )
     assert not torch.equal(a, b)
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_after_the_warm_up_no_draw_compiles() -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **told: compiled.append(str(told["repr"]))
+    asked = [SamplingParams(temperature=0.8, top_p=0.9 if i % 2 else 1.0, seed=i) for i in range(33)]
+    draws = [Draw(p, list(range(20 + i)), 5) for i, p in enumerate(asked)]
+
+    def draw(vocab: int, count: int) -> int:
+        compiled.clear()
+        logits = torch.randn(count, vocab, device="cuda")
+        leave_only_drawn(logits, list(range(count)), draws[:count])
+        return len(compiled)
+
+    try:
+        warm_up(49150, torch.device("cuda"))
+        assert [draw(49150, count) for count in (1, 2, 16, 33)] == [0] * 4
+        assert draw(65536, 2) > 0, "control: the hook sees a compilation"
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
 
 
 def test_the_fast_path_draws_its_rows_together_as_one_by_one() -> None:
