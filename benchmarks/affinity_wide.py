@@ -2,11 +2,11 @@
 
 python -m benchmarks.affinity_wide OUT [--layers 4] [--configurations service fixed]
 
-Three parts, each written to OUT/affinity-wide.json as it ends: products of the library at many row counts
-against 64 rows; the norms of a compiled graph against every launch of ours, with and without the compiler's
-`deterministic` option; vLLM's own outputs and KV (benchmarks/affinity_vllm.py, a process of its own for each
-configuration) scored by variants of the verifier's forward pass. The process must be started without cuBLAS
-workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
+vLLM runs in a process of its own for each configuration (benchmarks/affinity_vllm.py), meanwhile this one
+compares products of the library at many row counts with those at 64 rows, and the norms of a compiled graph
+with every launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV
+are scored by variants of the verifier's forward pass. Each part is written to OUT/affinity-wide.json as it
+ends. The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,13 @@ from benchmarks.vllm_setup import prompts_of
 from kernels.linear import lm_head_cublas_into
 from kernels.rmsnorm import launch_sum_norm
 from kernels.silu_mul import silu_mul_library_exp
+from llm42.config import Settings
 from llm42.models.config import ModelConfig
 from llm42.models.load import load_model
+from llm42.tokenizer import Tokenizer
 
 VOCAB = 49152
 ROWS = (1, 2, 8, 16, 17, 32, 65, 128, 200, 256, 512, 1024, 2048, 4096, 8192)
-WIDTHS = (3072, 4096, 5120)
 LAUNCHES = [(1, block, warps) for block in (1024, 2048, 4096) for warps in (8, 16)]
 LAUNCHES += [(2, 2048, 16), (1, 8192, 16)]
 NORMS = ("first", "after attention", "after the MLP", "final")
@@ -52,12 +54,13 @@ WHOLE, HALVES = (1, 4096, 16), (1, 2048, 16)
 def variants() -> dict[str, Variant]:
     """Every choice of a launch for each norm (w: 4,096 columns at once, h: 2,048), and some of the rest."""
     out = {"compiled rows": Variant("compiled", "vllm", "rows", "activation")}
-    for attention in ("rows", "mixed"):
-        for launches in itertools.product((WHOLE, HALVES), repeat=len(NORMS)):
-            name = "".join("w" if x is WHOLE else "h" for x in launches)
-            out[f"{name} {attention}"] = Variant("chain", "vllm", attention, "activation", 1, launches)
+    for launches in itertools.product((WHOLE, HALVES), repeat=len(NORMS)):
+        name = "".join("w" if x is WHOLE else "h" for x in launches)
+        out[name] = Variant("chain", "vllm", "rows", "activation", 1, launches)
     for launch in (WHOLE, HALVES):
-        out[f"{launch} rounded"] = Variant("chain", "vllm", "rows", "rounded", 1, (launch,) * len(NORMS))
+        every = (launch,) * len(NORMS)
+        out[f"{launch[1]} mixed"] = Variant("chain", "vllm", "mixed", "activation", 1, every)
+        out[f"{launch[1]} rounded"] = Variant("chain", "vllm", "rows", "rounded", 1, every)
     return out
 
 
@@ -90,50 +93,58 @@ def products(config: ModelConfig) -> dict[str, Any]:
     return out
 
 
-def norms(deterministic: bool) -> dict[str, Any]:
-    """Per width: launches of ours that give a compiled graph's bits, and the launches that it chose."""
-    out: dict[str, Any] = {}
-    for width in WIDTHS:
-        gen = torch.Generator("cuda").manual_seed(width)
+def norms(width: int, deterministic: bool) -> dict[str, Any]:
+    """Launches of ours that give the bits of a compiled graph, and the launches that it chose."""
+    gen = torch.Generator("cuda").manual_seed(width)
 
-        def make(rows: int, columns: int, gen: torch.Generator = gen) -> Tensor:
-            return torch.randn(rows, columns, generator=gen, device="cuda").bfloat16()
+    def make(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=gen, device="cuda").bfloat16()
 
-        up, down = make(2 * width, width) * width**-0.5, make(width, width) * width**-0.5
-        w1, w2 = (make(1, width)[0] * 0.1 + 1 for _ in range(2))
-        torch._dynamo.reset()
-        gc.collect()
-        graph = torch.compile(_graph, options=INDUCTOR | ({"deterministic": True} if deterministic else {}))
-        for rows in (EXAMPLE_ROWS, 37, 512, 4096):
-            o, residual = make(rows, width), make(rows, width)
-            for x in (o, residual):
-                torch._dynamo.mark_dynamic(x, 0)
-            want = [y.clone() for y in graph(o, residual, w1, up, down, w2)]
-        x, normed, summed = (torch.empty_like(o) for _ in range(3))
-        found = {}
-        for first, second in itertools.product(LAUNCHES, LAUNCHES):
-            launch_sum_norm((o, residual), w1, x, None, EPS, first)
-            y = linear(silu_mul_library_exp(linear(x, up)), down)
-            launch_sum_norm((y, o, residual), w2, normed, summed, EPS, second)
-            found[f"{first} {second}"] = float((normed == want[0]).float().mean())
-        best = sorted(found.items(), key=lambda item: -item[1])
-        reductions = [k for k in compiled_kernels() if {"red", "per"} & set(str(k["name"]).split("_"))]
-        chosen = [(k["name"], k["hints"], k["configs"]) for k in reductions]
-        out[str(width)] = {"best": best[:12], "worst": best[-1], "chosen": chosen[-4:]}
-    return out
+    up, down = make(2 * width, width) * width**-0.5, make(width, width) * width**-0.5
+    w1, w2 = (make(1, width)[0] * 0.1 + 1 for _ in range(2))
+    torch._dynamo.reset()
+    gc.collect()
+    graph = torch.compile(_graph, options=INDUCTOR | ({"deterministic": True} if deterministic else {}))
+    for rows in (EXAMPLE_ROWS, 37, 512, 4096):
+        o, residual = make(rows, width), make(rows, width)
+        for x in (o, residual):
+            torch._dynamo.mark_dynamic(x, 0)
+        want = [y.clone() for y in graph(o, residual, w1, up, down, w2)]
+    x, normed, summed = (torch.empty_like(o) for _ in range(3))
+    found = {}
+    for first, second in itertools.product(LAUNCHES, LAUNCHES):
+        launch_sum_norm((o, residual), w1, x, None, EPS, first)
+        y = linear(silu_mul_library_exp(linear(x, up)), down)
+        launch_sum_norm((y, o, residual), w2, normed, summed, EPS, second)
+        found[f"{first} {second}"] = float((normed == want[0]).float().mean())
+    best = sorted(found.items(), key=lambda item: -item[1])
+    reductions = [k for k in compiled_kernels() if {"red", "per"} & set(str(k["name"]).split("_"))]
+    chosen = [(k["name"], k["hints"], k["configs"]) for k in reductions]
+    return {"best": best[:12], "worst": best[-1], "chosen": chosen[-4:]}
 
 
-def vllm_runs(args: argparse.Namespace, directory: Path) -> Iterator[tuple[str, str]]:
-    """Configuration and how its process ended."""
+@contextmanager
+def vllm_processes(args: argparse.Namespace, directory: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """vLLM with each configuration, all at the same time."""
+    found = {}
     for name in args.configurations:
         command = [sys.executable, "-m", "benchmarks.affinity_vllm", name, str(directory), str(args.scratch)]
         with (args.out / f"vllm-{name}.log").open("w") as log:
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-        yield name, f"exit {done.returncode}"
+            found[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield found
+    finally:
+        for process in found.values():
+            process.kill()
+            process.wait()
 
 
-def scores(args: argparse.Namespace, directory: Path, name: str) -> dict[str, Any]:
+def scores(
+    args: argparse.Namespace, directory: Path, name: str, process: subprocess.Popen[bytes]
+) -> dict[str, Any]:
     """One configuration's outputs at its largest load, scored by every variant."""
+    if process.wait(args.limit_s):
+        raise RuntimeError(f"vLLM ended with {process.returncode}: see vllm-{name}.log")
     model = load_model(str(directory), "bfloat16", "cuda", 2048)
     data, out = torch.load(args.scratch / f"{name}.pt"), {}
     part = data["64"]
@@ -155,6 +166,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--configurations", nargs="+", default=["service", "fixed"])
+    parser.add_argument("--limit-s", type=float, default=300.0, help="for each vLLM process")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/affinity-wide"))
     args = parser.parse_args()
     results: dict[str, Any] = {}
@@ -172,17 +184,14 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.scratch.mkdir(parents=True, exist_ok=True)
     config = replace(LLAMA_8B, vocab_size=VOCAB, num_layers=args.layers, eos_token_ids=(2,), bos_token_id=1)
-    part("products", lambda: products(config))
-    part("norms", lambda: norms(False))
-    part("norms, deterministic", lambda: norms(True))
-    from llm42.config import Settings
-    from llm42.tokenizer import Tokenizer
-
     directory = write_random(config, Tokenizer.load(Path(Settings().model.path)), args.scratch / "model")
     (directory / "prompts.json").write_text(json.dumps([list(p) for p in prompts_of(64, 256, VOCAB)]))
-    for name, ended in vllm_runs(args, directory):
-        print(name, ended, flush=True)
-        part(name, lambda n=name: scores(args, directory, n))  # type: ignore[misc]
+    with vllm_processes(args, directory) as processes:
+        part("products", lambda: products(config))
+        part("norms", lambda: norms(config.hidden_size, False))
+        part("norms, deterministic", lambda: norms(config.hidden_size, True))
+        for name, process in processes.items():
+            part(name, lambda n=name, p=process: scores(args, directory, n, p))  # type: ignore[misc]
 
 
 if __name__ == "__main__":
