@@ -1,11 +1,12 @@
 """Rollbacks of the whole path on one GPU: vLLM proposes, the verifier with `verifier.affinity: vllm` decides.
 
-python -m benchmarks.affinity [--path GGUF] [--parts greedy sampled] [--out DIRECTORY]
+python -m benchmarks.affinity [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIRECTORY]
 
 The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT); vLLM inherits it.
 Every deterministic output is compared with the oracle, the verifier decoding alone. `sampled` is a run at
 temperature 0.8 with the canonical sampler's proposals (engine.vllm.sampled_agreement). A part that is not run
-is taken from the result that is in DIRECTORY."""
+is taken from the result that is in DIRECTORY. --wide: random weights in the shape of Llama 3 8B (hidden size
+4,096) with that many layers, random prompts of 256 tokens; the result is h200-affinity-wide.json."""
 
 from __future__ import annotations
 
@@ -16,16 +17,20 @@ import os
 import statistics
 import time
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+from benchmarks.random_model import LLAMA_8B, write_random
 from benchmarks.report import RESULTS, Figure, report
+from benchmarks.vllm_setup import prompts_of
 from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.affinity import chat_prompts
 from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
+from llm42.tokenizer import Tokenizer
 
 OUTPUT = 512
 LOADS = {64: 64, 8: 16, 1: 2}
@@ -138,13 +143,22 @@ def direct_tok_s(embedded: Embedded, prompts: list[list[int]], turn: int) -> flo
     return tokens / (time.perf_counter() - began)
 
 
-def measure(path: str, sampled: bool) -> dict[str, Any]:
+def prompts_for(embedded: Embedded, wide: bool) -> list[list[int]]:
+    """As many prompts as the largest load has requests."""
+    count, vocab = max(LOADS.values()), embedded.tokenizer.vocab_size
+    if wide:
+        return [list(prompt) for prompt in prompts_of(count, 256, vocab)]
+    return chat_prompts(embedded.tokenizer, count)
+
+
+def measure(path: str, sampled: bool, wide: bool = False) -> dict[str, Any]:
     """Every load; with `sampled`, at temperature 0.8 instead."""
     out: dict[str, Any] = {}
     began = time.perf_counter()
     with Embedded(settings_of(path, sampled), True, lambda s: print(s, flush=True)) as embedded:
         out["start_s"] = time.perf_counter() - began
-        prompts = chat_prompts(embedded.tokenizer, max(LOADS.values()))
+        print("started", out["start_s"], flush=True)
+        prompts = prompts_for(embedded, wide)
         sampling = [
             SamplingParams(temperature=0.8, seed=i) if sampled else SamplingParams() for i in range(64)
         ]
@@ -203,21 +217,29 @@ def figures(raw: dict[str, Any]) -> dict[str, Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--path", default=Settings().model.path)
+    parser.add_argument("--wide", type=int, metavar="LAYERS")
     parser.add_argument("--parts", nargs="+", choices=["greedy", "sampled"], default=["greedy", "sampled"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     missing = {k: v for k, v in CUBLAS_ENVIRONMENT.items() if os.environ.get(k) != v}
     if missing:
         raise SystemExit(f"start this process with {missing}")
-    file = options.out / "h200-affinity.json"
+    path, name = options.path, "h200-affinity"
+    if options.wide:
+        shape = replace(
+            LLAMA_8B, num_layers=options.wide, vocab_size=49152, eos_token_ids=(2,), bos_token_id=1
+        )
+        tokenizer = Tokenizer.load(Path(options.path))
+        path, name = str(write_random(shape, tokenizer, Path(mkdtemp()) / "wide")), "h200-affinity-wide"
+    file = options.out / f"{name}.json"
     raw: dict[str, Any] = json.loads(file.read_text())["raw"] if file.exists() else {}
     for part in options.parts:
-        raw[part] = measure(options.path, part == "sampled")
+        raw[part] = measure(path, part == "sampled", bool(options.wide))
         if "greedy" in raw:
             print({k: asdict(f) for k, f in figures(raw).items()}, flush=True)
-            report("h200-affinity", figures(raw), raw, options.out)
+            report(name, figures(raw), raw, options.out)
         else:
-            (options.out / "h200-affinity-part.json").write_text(json.dumps(raw))
+            (options.out / f"{name}-part.json").write_text(json.dumps(raw))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.rmsnorm import TIMED_BEYOND
+from llm42.engine.vllm_connection import FIXED_COMPILATION
 from llm42.models.weights import LoadedModel
 
 CHUNK = 512
 """Rows of a product at most: the row counts for which equality was measured."""
 INDUCTOR = {"combo_kernels": True, "benchmark_combo_kernel": True}
+
 EXAMPLE_ROWS = 8192
 """Rows of the call that a graph is compiled with: launch parameters follow from it."""
+
+
+def inductor_options(width: int) -> dict[str, bool]:
+    """The compiler's options in vLLM with `verifier.affinity: vllm`, for a model of that hidden size."""
+    return FIXED_COMPILATION["inductor_compile_config"] if width > TIMED_BEYOND else INDUCTOR
 
 
 class Compiled:
@@ -24,7 +32,8 @@ class Compiled:
         c = model.config
         self.model, self.table, self.shape = model, table, (c.num_heads, c.num_kv_heads, c.head_dim)
         self._first, self._piece, self._last = (
-            torch.compile(f, options=INDUCTOR) for f in (self.first_graph, self.piece_graph, self.last_graph)
+            torch.compile(f, options=inductor_options(c.hidden_size))
+            for f in (self.first_graph, self.piece_graph, self.last_graph)
         )
         example = torch.randn(EXAMPLE_ROWS, c.hidden_size, device="cuda").to(model.dtype)
         positions = torch.zeros(EXAMPLE_ROWS, dtype=torch.int64, device="cuda")

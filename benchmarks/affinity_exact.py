@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.affinity_compiled import EXAMPLE_ROWS, INDUCTOR
+from benchmarks.affinity_compiled import EXAMPLE_ROWS, inductor_options
 from benchmarks.affinity_flash import attend
 from benchmarks.affinity_forward import linear
 from benchmarks.invariance import random_steps
@@ -75,7 +75,7 @@ def norm_bits() -> dict[str, Any]:
         up, down = make(2 * width, width) * width**-0.5, make(width, width) * width**-0.5
         w1, w2 = make(1, width)[0] * 0.1 + 1, make(1, width)[0] * 0.1 + 1
         torch._dynamo.reset()
-        graph = torch.compile(_graph, options=INDUCTOR)
+        graph = torch.compile(_graph, options=inductor_options(width))
         for rows in (EXAMPLE_ROWS, 37, 512):
             o, residual = make(rows, width), make(rows, width)
             for x in (o, residual):

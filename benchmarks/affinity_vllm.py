@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.linear import CUBLAS_ENVIRONMENT
-from llm42.engine.vllm_connection import UNSPLIT_ATTENTION
+from llm42.engine.vllm_connection import FIXED_COMPILATION, UNSPLIT_ATTENTION
 
 os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -36,7 +36,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "service": {"attention_config": UNSPLIT_ATTENTION},
     "fixed": {
         "attention_config": UNSPLIT_ATTENTION,
-        "compilation_config": {"inductor_compile_config": {"deterministic": True}},
+        "compilation_config": FIXED_COMPILATION,
     },
     "custom": {
         "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.affinity_compiled import EXAMPLE_ROWS, INDUCTOR
+from benchmarks.affinity_compiled import EXAMPLE_ROWS, inductor_options
 from benchmarks.affinity_exact import EPS, _graph
 from benchmarks.affinity_forward import Batch, Forward, Variant, linear
 from benchmarks.affinity_probe import score
@@ -47,6 +47,7 @@ VOCAB = 49152
 ROWS = (1, 2, 8, 16, 17, 32, 65, 128, 200, 256, 512, 1024, 2048, 4096, 8192)
 LAUNCHES = [(1, block, warps) for block in (1024, 2048, 4096) for warps in (8, 16)]
 LAUNCHES += [(2, 2048, 16), (1, 8192, 16)]
+WIDTHS = (4096, 3072, 3584, 5120, 8192)
 NORMS = ("first", "after attention", "after the MLP", "final")
 WHOLE, HALVES = (1, 4096, 16), (1, 2048, 16)
 
@@ -104,7 +105,7 @@ def norms(width: int, deterministic: bool) -> dict[str, Any]:
     w1, w2 = (make(1, width)[0] * 0.1 + 1 for _ in range(2))
     torch._dynamo.reset()
     gc.collect()
-    graph = torch.compile(_graph, options=INDUCTOR | ({"deterministic": True} if deterministic else {}))
+    graph = torch.compile(_graph, options=inductor_options(width if deterministic else 0))
     for rows in (EXAMPLE_ROWS, 37, 512, 4096):
         o, residual = make(rows, width), make(rows, width)
         for x in (o, residual):
@@ -189,7 +190,8 @@ def main() -> None:
     with vllm_processes(args, directory) as processes:
         part("products", lambda: products(config))
         part("norms", lambda: norms(config.hidden_size, False))
-        part("norms, deterministic", lambda: norms(config.hidden_size, True))
+        for width in WIDTHS:
+            part(f"norms {width}, deterministic", lambda w=width: norms(w, True))  # type: ignore[misc]
         for name, process in processes.items():
             part(name, lambda n=name, p=process: scores(args, directory, n, p))  # type: ignore[misc]
 

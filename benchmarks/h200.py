@@ -35,6 +35,8 @@ PARTS: dict[str, tuple[str, int]] = {
     "certify": ("-m benchmarks.verifier certify --dir {out}", 150),
     "steps": ("-m benchmarks.verifier steps attention --dir {out}", 150),
     "affinity": ("-m benchmarks.affinity --path {model} --out {out}", 420),
+    "affinity-wide": ("-m benchmarks.affinity --path {model} --wide 16 --parts greedy --out {out}", 420),
+    "affinity-operators": ("-m benchmarks.affinity_wide {out}", 300),
     "rollback": ("-m benchmarks.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
     "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
     "adapter-small": (

@@ -81,13 +81,17 @@ def launch_rms_norm(
     )  # fmt: skip
 
 
+TIMED_BEYOND = 2048
+"""Columns. For longer rows that compiler times several launches when it starts and takes the fastest, so that
+the order could differ between two starts; told to be deterministic, it takes the one of `carried_launch`."""
+
+
 def carried_launch(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and its warps. Beyond 2,048 columns that compiler times two launches and
-    takes the faster; this is the one it took most often on an H200."""
+    """Rows and columns of a program, and its warps."""
     block = 1 << (width - 1).bit_length()
     if block <= 1024:
         return min(1024 // block, 8), block, 1
-    return (2, 2048, 16) if block == 2048 else (1, 4096, 16)
+    return (2 if width <= TIMED_BEYOND else 1), 2048, 16
 
 
 def launch_sum_norm(

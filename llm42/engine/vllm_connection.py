@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kernels.rmsnorm import TIMED_BEYOND
 from llm42.config import Settings
 from llm42.engine.limits import require_known_ids
 from llm42.engine.vllm_guard import Guard
 from llm42.models.export import export_model
+from llm42.models.load import read_config
 from llm42.protocol import LLM42Error, Request, RequestRejected
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,13 @@ FIRST, BEFORE = (0, 26), (0, 28)
 """The vLLM versions that this adapter is tested with: FIRST <= version < BEFORE."""
 UNSPLIT_ATTENTION = {"flash_attn_max_num_splits_for_cuda_graph": 1}
 """vLLM's attention_config under which a row's sum over its context does not depend on the batch."""
+FIXED_COMPILATION = {
+    "inductor_compile_config": {
+        "deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False,
+    }
+}  # fmt: skip
+"""vLLM's compilation_config under which the compiler times no kernels whose order of summation would follow
+from it (combining kernels is decided by time as well, and refused in that mode)."""
 MAX_LOGPROBS = 20
 _RESERVED = ("model", "scheduling_policy", "skip_tokenizer_init", "max_model_len", "enable_prefix_caching")
 _DRAW = "llm42.engine.vllm_draw:CanonicalDraw"
@@ -215,13 +224,25 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
     }
     if v.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = v.max_num_batched_tokens
-    if v.custom_ops:
-        arguments["compilation_config"] = {"custom_ops": list(v.custom_ops)}
+    compilation: dict[str, Any] = {"custom_ops": list(v.custom_ops)} if v.custom_ops else {}
     if settings.verifier.affinity == "vllm":  # small batches' contexts are split otherwise: another order
         arguments["attention_config"] = dict(UNSPLIT_ATTENTION)
+        if read_config(Path(model)).hidden_size > TIMED_BEYOND:
+            compilation |= FIXED_COMPILATION
+    if compilation:
+        arguments["compilation_config"] = compilation
     if v.sampled_agreement:
         arguments["logits_processors"] = [_DRAW]
-    return arguments | v.extra_args
+    return _merged(arguments, v.extra_args)
+
+
+def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """`theirs` over `ours`, entry by entry."""
+    out = dict(ours)
+    for key, value in theirs.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else value
+    return out
 
 
 def _stat_logger_class(stats: Stats) -> Any:

@@ -7,18 +7,22 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_vllm import request_of
 
+from benchmarks.random_model import SMALL_64
+from kernels.rmsnorm import carried_launch
 from llm42.config import Settings
 from llm42.engine import vllm_connection
 from llm42.engine.build import load_tokenizer
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import EngineUnavailable, check_version, engine_arguments, model_directory
 from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
+from llm42.models.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from tests.support import PENALISED, SAMPLED, write_model
 
@@ -115,16 +119,41 @@ def settings_of(**vllm: Any) -> Settings:
     return Settings.load({"engine": {"kind": "vllm", "vllm": vllm}})
 
 
-def test_affinity_keeps_attention_whole() -> None:
+def near(place: Path, **extra_args: Any) -> dict[str, Any]:
+    """Arguments with verifier.affinity vllm, for the model at `place`."""
+    engine = {"kind": "vllm", "vllm": {"custom_ops": ["+silu_and_mul"], "extra_args": extra_args}}
+    tree = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}, "engine": engine}
+    return engine_arguments(Settings.load(tree), str(place))
+
+
+def shape_of(place: Path, hidden_size: int) -> Path:
+    """A directory with the configuration of a model of that width."""
+    place.mkdir()
+    config = replace(SMALL_64, hidden_size=hidden_size, num_heads=hidden_size // 64, num_kv_heads=1)
+    (place / "config.json").write_text(json.dumps(config_json(config, "bfloat16")))
+    return place
+
+
+def test_affinity_keeps_attention_whole(tmp_path: Path) -> None:
     """One switch is enough: vLLM's order of additions is then the one that the verifier mirrors."""
-    near = Settings.load({"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}})
-    assert engine_arguments(near, "/model")["attention_config"] == {
-        "flash_attn_max_num_splits_for_cuda_graph": 1
-    }
+    place, whole = shape_of(tmp_path / "narrow", 2048), {"flash_attn_max_num_splits_for_cuda_graph": 1}
+    assert near(place)["attention_config"] == whole
     assert "attention_config" not in engine_arguments(Settings.load({"model": {"device": "cuda"}}), "/model")
-    own = {"vllm": {"extra_args": {"attention_config": {}}}}
-    tree = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}, "engine": own}
-    assert engine_arguments(Settings.load(tree), "/model")["attention_config"] == {}
+    assert near(place, attention_config={"backend": "X"})["attention_config"] == whole | {"backend": "X"}
+    own = dict.fromkeys(whole, 32)
+    assert near(place, attention_config=own)["attention_config"] == own, "what is asked for is given"
+
+
+def test_affinity_leaves_no_order_of_a_wide_model_to_a_measurement_of_time(tmp_path: Path) -> None:
+    narrow, wide = (shape_of(tmp_path / str(width), width) for width in (2048, 4096))
+    assert near(narrow)["compilation_config"] == {"custom_ops": ["+silu_and_mul"]}
+    found = near(wide, compilation_config={"inductor_compile_config": {"x": 1}, "mode": 2})
+    inner = found["compilation_config"].pop("inductor_compile_config")
+    assert found["compilation_config"] == {"custom_ops": ["+silu_and_mul"], "mode": 2}
+    assert inner["deterministic"] is True
+    assert inner["benchmark_combo_kernel"] is False
+    assert inner["x"] == 1
+    assert carried_launch(2048) != carried_launch(4096), "the verifier's norm takes the launch of that mode"
 
 
 def test_engine_arguments() -> None:
