@@ -5,8 +5,8 @@ python -m benchmarks.affinity_wide OUT [--layers 4] [--configurations service fi
 vLLM runs in a process of its own for each configuration (benchmarks/affinity_vllm.py), meanwhile this one
 compares products of the library at many row counts with those at 64 rows, and the norms of a compiled graph
 with every launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV
-are scored by variants of the verifier's forward pass. Each part is written to OUT/affinity-wide.json as it
-ends. The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
+are scored by variants of the verifier's forward pass. OUT/h200-affinity-operators.json is written as each
+part ends. The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from benchmarks.affinity_forward import Batch, Forward, Variant, linear
 from benchmarks.affinity_probe import score
 from benchmarks.affinity_vllm import compiled_kernels
 from benchmarks.random_model import LLAMA_8B, write_random
+from benchmarks.report import Figure, report
 from benchmarks.vllm_setup import prompts_of
 from kernels.linear import lm_head_cublas_into
 from kernels.rmsnorm import launch_sum_norm
@@ -119,9 +120,8 @@ def norms(width: int, deterministic: bool) -> dict[str, Any]:
         launch_sum_norm((y, o, residual), w2, normed, summed, EPS, second)
         found[f"{first} {second}"] = float((normed == want[0]).float().mean())
     best = sorted(found.items(), key=lambda item: -item[1])
-    reductions = [k for k in compiled_kernels() if {"red", "per"} & set(str(k["name"]).split("_"))]
-    chosen = [(k["name"], k["hints"], k["configs"]) for k in reductions]
-    return {"best": best[:12], "worst": best[-1], "chosen": chosen[-4:]}
+    chosen = reductions_of(compiled_kernels())
+    return {"best": best[:12], "worst": best[-1], "chosen": chosen}
 
 
 @contextmanager
@@ -152,14 +152,35 @@ def scores(
     forward = Forward(model, Batch.make(data["prompts"], part["tokens"], part["logprobs"]))
     for label, variant in variants().items():
         found = score(forward, variant, data["kv"])
-        # per sequence and layer: equal keys of the prompt and the output, equal values of both
-        out[label] = {k: found[k] for k in ("flips_per_1000", "equal_1e-5", "mean_distance", "kv")}
-        told = {k: v for k, v in out[label].items() if k != "kv"}
-        print(name, label, told, out[label]["kv"]["0"], flush=True)
+        out[label] = {k: found[k] for k in ("flips_per_1000", "equal_1e-5", "mean_distance")}
+        out[label]["equal_kv"] = by_layer(found["kv"])
+        print(name, label, out[label], flush=True)
     kernels = json.loads((args.scratch / f"{name}.kernels.json").read_text())
-    out["kernels"] = [(k["name"], k["hints"], k["configs"]) for k in kernels]
-    (args.out / f"{name}.kernels.json").write_text(json.dumps(kernels))
+    out["kernels"] = reductions_of(kernels)
     return out
+
+
+def by_layer(shares: dict[str, list[list[float]]]) -> list[float]:
+    """Per layer the least share of equal elements: of the kept sequences, of their prompts' and outputs' keys
+    and values."""
+    return [min(min(layer) for layer in layers) for layers in zip(*shares.values(), strict=True)]
+
+
+def reductions_of(kernels: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
+    """Name, size and chosen launch of every compiled kernel that reduces."""
+    found = (k for k in kernels if {"red", "per"} & set(str(k["name"]).split("_")) and k["configs"])
+    return [(k["name"], k["hints"], k["configs"]) for k in found]
+
+
+def figures_of(results: dict[str, Any]) -> dict[str, Figure]:
+    """The launch of kernels.rmsnorm against vLLM with the compilation that the service asks for."""
+    if "flips_per_1000" not in results.get("fixed", {}).get("hhhh", {}):
+        return {}
+    found = results["fixed"]["hhhh"]
+    return {
+        "flips_per_1000": Figure(found["flips_per_1000"], "per 1000 output tokens", 1.0),
+        "equal_logprobs": Figure(found["equal_1e-5"], "share", None, "higher"),
+    }
 
 
 def main() -> None:
@@ -180,7 +201,7 @@ def main() -> None:
             results[name] = {"error": traceback.format_exc()[-3000:]}
         torch.cuda.empty_cache()
         print(name, round(time.perf_counter() - began, 1), "s", json.dumps(results[name])[:3000], flush=True)
-        (args.out / "affinity-wide.json").write_text(json.dumps(results, indent=1))
+        report("h200-affinity-operators", figures_of(results), results, args.out)
 
     args.out.mkdir(parents=True, exist_ok=True)
     args.scratch.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, int]] = {
     "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
     "adapter-small": (
         "-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --model {model}"
-        " --name cuda-vllm-adapter-small --out {out}",
+        " --name h200-vllm-adapter-small --out {out}",
         300,
     ),
     "cost": ("-m benchmarks.early_cost --parts shared --out {out}", 360),
