@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.rmsnorm import TIMED_BEYOND
-from llm42.engine.vllm_connection import FIXED_COMPILATION
+from llm42.engine.vllm_options import FIXED_COMPILATION
 from llm42.models.weights import LoadedModel
 
 CHUNK = 512

@@ -227,6 +227,10 @@ def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -
             " (engine.kind vllm with engine.vllm.structured_outputs can).",
             "response_format",
         )
+    if body.ignore_eos:
+        raise RequestRejected(
+            "ignore_eos: an answer that is constrained to JSON ends where the JSON does.", "ignore_eos"
+        )
     return schema
 
 

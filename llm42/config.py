@@ -61,7 +61,9 @@ class VllmSettings(_Section):
         ".cache/exports", description="where a GGUF file is kept in the form that vLLM reads"
     )
     extra_args: dict[str, Any] = Field(
-        default_factory=dict, description="more arguments of vLLM's AsyncEngineArgs; they override the above"
+        default_factory=dict,
+        description="more arguments of vLLM's AsyncEngineArgs; they override the above, and what the service"
+        " depends on is refused",
     )
 
 

@@ -30,12 +30,16 @@ from llm42.config import Settings
 from llm42.engine.base import EngineLoad, Sink
 from llm42.engine.limits import require_room
 from llm42.engine.vllm_connection import Connection, connect
-from llm42.engine.vllm_sampling import arguments_of, finish_of, token_logprobs
+from llm42.engine.vllm_sampling import arguments_of, finish_of, reason_of, token_logprobs
 from llm42.engine.vllm_stream import Attempt, Stream
 from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
+
+
+class _Stopping(Exception):
+    """vLLM has ended a request that nobody here asked to end: it does so with all of them when it stops."""
 
 
 class VllmEngine:
@@ -53,7 +57,7 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        self._closed = False
+        self._closed = self._gone = False
         self._thread: threading.Thread | None = None
 
     # ---- any thread
@@ -79,7 +83,8 @@ class VllmEngine:
     @property
     def alive(self) -> bool:
         """Whether vLLM runs and takes requests."""
-        return not self._closed and self._connection is not None and not self._connection.errored
+        gone = self._closed or self._gone
+        return not gone and self._connection is not None and not self._connection.errored
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request. Raises RequestRejected when vLLM can never run it, Overloaded when the engine is
@@ -163,8 +168,13 @@ class VllmEngine:
         await asyncio.sleep(0)  # lets vLLM's cancelled tasks end before the loop is closed
 
     def _enter(self, stream: Stream) -> None:
-        self._streams[stream.request.request_id] = stream
-        self._proceed(stream)
+        if self._gone:
+            stream.report(error=STOPPED)
+        elif stream.request.request_id in self._streams:
+            stream.report(error="a request with this id is running")
+        else:
+            self._streams[stream.request.request_id] = stream
+            self._proceed(stream)
 
     def _extend(self, request_id: str, limit: int) -> None:
         stream = self._streams.get(request_id)
@@ -220,16 +230,16 @@ class VllmEngine:
                     over = output.finished
                     if stream.attempt is not attempt or not self._take(stream, output):
                         break
-        except connection.dead as error:
-            over = True
+        except (connection.dead, _Stopping) as error:
+            over = self._gone = True
             self._fail_all(f"vLLM's engine process is gone: {error}")
         except Exception as error:
             log.exception("request %s failed in vLLM", attempt.id)
             if stream.attempt is attempt:
-                # vLLM reads the schema first of all, and refuses it with a ValueError
-                schema = request.json_schema is not None and isinstance(error, ValueError)
-                param = "response_format" if schema and not stream.told else None
-                self._fail(stream, f"{type(error).__name__}: {error}", param)
+                # all that vLLM may refuse was checked, but for the schema, which it reads first of all
+                text, mine = reason_of(error)
+                schema = mine and request.json_schema is not None and not stream.told
+                self._fail(stream, text, "response_format" if schema else None)
         finally:
             if not over:  # a request cancelled on its way in is known to its generator no more
                 await connection.abort(attempt.id)
@@ -238,6 +248,8 @@ class VllmEngine:
         """vLLM's new tokens (a RequestOutput); False when the attempt must end here."""
         new = output.outputs[0]
         tokens, finish = new.token_ids, None if new.finish_reason is None else finish_of(new.finish_reason)
+        if finish is FinishReason.ABORT:  # not at our word: `attempt` would be another one
+            raise _Stopping("it ends its requests")
         if not stream.told:
             stream.learn(output)
         if not stream.request.deterministic:
@@ -248,8 +260,6 @@ class VllmEngine:
             if finish is not None:
                 self._streams.pop(stream.request.request_id, None)
             return True
-        if finish is FinishReason.ABORT:
-            raise RuntimeError("vLLM aborted the request")  # not at our word: `attempt` would be another one
         stream.surplus += tokens
         stream.release(self._plant)
         if finish is None and not stream.full:

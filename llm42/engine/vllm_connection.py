@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels.rmsnorm import TIMED_BEYOND
 from llm42.config import Settings
 from llm42.engine.limits import require_known_ids
 from llm42.engine.vllm_guard import Guard
-from llm42.models.export import export_model
+from llm42.engine.vllm_options import MAX_LOGPROBS, EngineUnavailable, engine_arguments, model_directory
 from llm42.models.load import read_config
 from llm42.protocol import LLM42Error, Request, RequestRejected
 
@@ -28,24 +27,8 @@ log = logging.getLogger(__name__)
 
 FIRST, BEFORE = (0, 26), (0, 28)
 """The vLLM versions that this adapter is tested with: FIRST <= version < BEFORE."""
-UNSPLIT_ATTENTION = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-"""vLLM's attention_config under which a row's sum over its context does not depend on the batch."""
-FIXED_COMPILATION = {
-    "inductor_compile_config": {
-        "deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False,
-    }
-}  # fmt: skip
-"""vLLM's compilation_config under which the compiler times no kernels whose order of summation would follow
-from it (combining kernels is decided by time as well, and refused in that mode)."""
-MAX_LOGPROBS = 20
-_RESERVED = ("model", "scheduling_policy", "skip_tokenizer_init", "max_model_len", "enable_prefix_caching")
-_DRAW = "llm42.engine.vllm_draw:CanonicalDraw"
-
-
-class EngineUnavailable(LLM42Error):
-    """The configured engine cannot be started here; the message says what to do."""
-
-    code = "engine_unavailable"
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses more; to deterministic requests it means nothing, their draw is not vLLM's."""
 
 
 @dataclass(slots=True)
@@ -90,8 +73,12 @@ class Connection:
         if not request.prompt:
             raise RequestRejected("an empty prompt cannot be continued", "prompt")
         require_known_ids(request, self.vocab_size)
-        if (request.num_logprobs or 0) > MAX_LOGPROBS:
-            raise RequestRejected(f"at most {MAX_LOGPROBS} log-probabilities per token", "logprobs")
+        for count, name in ((request.num_logprobs, "logprobs"), (request.prompt_logprobs, "prompt_logprobs")):
+            if (count or 0) > MAX_LOGPROBS:
+                raise RequestRejected(f"{name}: at most {MAX_LOGPROBS} per token", name)
+        if not request.deterministic and request.sampling.temperature > MAX_TEMPERATURE:
+            text = f"temperature: vLLM samples best-effort requests at up to {MAX_TEMPERATURE:g}"
+            raise RequestRejected(f"{text}; deterministic ones may ask for more", "temperature")
 
     def generate(
         self, request_id: str, tokens: Sequence[int], arguments: dict[str, Any], priority: int
@@ -119,28 +106,40 @@ def connect(settings: Settings) -> Connection:
     # our process has threads already: a forked engine process could inherit a lock that nobody will release
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # as Ray's: nothing is reported unless asked for
-    from vllm import SamplingParams
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.inputs import tokens_input
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    stats = Stats()
-    arguments = engine_arguments(settings, model_directory(settings))
-    guard = Guard()
+    model = model_directory(settings)
+    arguments, stats, guard = engine_arguments(settings, model), Stats(), Guard()
     try:
-        llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger_class(stats)]
-        )
+        llm = _start(arguments, stats)
+        facts = _facts(llm.vllm_config, version)
+        if facts["vocab_size"] != (ours := _vocab_of(model) or facts["vocab_size"]):
+            llm.shutdown()
+            raise ValueError(f"it has {facts['vocab_size']} token ids, and the verifier's model has {ours}")
     except Exception as error:
         guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
     guard.ready()
-    config = llm.vllm_config
+    log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+    return _connection(llm, facts, stats, guard)
+
+
+def _start(arguments: dict[str, Any], stats: Stats) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger_class(stats)])
+
+
+def _vocab_of(model: str) -> int | None:
+    """Token ids of the model as the verifier reads it; None for a family that only vLLM knows."""
+    try:
+        return read_config(Path(model)).vocab_size
+    except LLM42Error:
+        return None
+
+
+def _facts(config: Any, version: str) -> dict[str, Any]:
     cache = config.cache_config
-    kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-    facts = {
+    return {
         "version": version,
         "model_runner": "V2" if getattr(config, "use_v2_model_runner", False) else "V1",
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
@@ -148,23 +147,27 @@ def connect(settings: Settings) -> Connection:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "block_size": cache.block_size,
-        "kv_tokens": kv_tokens,
+        "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
         "vocab_size": config.model_config.get_vocab_size(),
         "logits_processors": list(config.model_config.logits_processors or ()),
     }
-    log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+
+
+def _connection(llm: Any, facts: dict[str, Any], stats: Stats, guard: Guard) -> Connection:
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.v1.engine.exceptions import EngineDeadError
 
     def make_params(**values: Any) -> Any:
         if (schema := values.pop("json_schema", None)) is not None:
             values["structured_outputs"] = StructuredOutputsParams(json=schema)
         return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, **values)
 
-    vocab_size = facts["vocab_size"]
     # on a CPU, vLLM dies of a seeded request whose prompt is computed in chunks (its generator has no offset)
-    seeds = config.device_config.device_type != "cpu"
-    return Connection(
-        llm, make_params, tokens_input, EngineDeadError, vocab_size, kv_tokens, seeds, stats, facts, guard
-    )
+    seeds = llm.vllm_config.device_config.device_type != "cpu"
+    sizes = facts["vocab_size"], facts["kv_tokens"]
+    return Connection(llm, make_params, tokens_input, EngineDeadError, *sizes, seeds, stats, facts, guard)
 
 
 def check_installed() -> str:
@@ -191,58 +194,6 @@ def check_version(version: str) -> None:
             f"vLLM {version} is not supported: this version of llm42 works with vLLM {first} up to, not"
             f" including, {before} (pip install 'vllm>={first},<{before}')"
         )
-
-
-def model_directory(settings: Settings) -> str:
-    """The Hugging Face directory that vLLM loads: the model's own, or an export of a GGUF file."""
-    place = Path(settings.model.path)
-    if place.is_dir():
-        return str(place)
-    return str(export_model(place, settings.model.dtype, settings.engine.vllm.export_dir))
-
-
-def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs. Raises EngineUnavailable for `extra_args` that must stay as they are."""
-    v = settings.engine.vllm
-    for name in _RESERVED:
-        if name in v.extra_args:
-            raise EngineUnavailable(f"engine.vllm.extra_args must not set {name}: the engine depends on it")
-    arguments: dict[str, Any] = {
-        "model": model,
-        # token ids go in and come out; only a grammar has to know what they stand for
-        "skip_tokenizer_init": not v.structured_outputs,
-        "dtype": v.dtype or settings.model.dtype,
-        "max_model_len": settings.model.max_model_len,
-        "gpu_memory_utilization": v.gpu_memory_utilization,
-        "max_num_seqs": v.max_num_seqs,
-        "tensor_parallel_size": v.tensor_parallel_size,
-        "enforce_eager": v.enforce_eager,
-        "scheduling_policy": "priority",  # else a resubmission queues behind everyone
-        "enable_prefix_caching": True,  # what makes a resubmission cheap
-        "max_logprobs": MAX_LOGPROBS,
-        "disable_log_stats": True,  # of vLLM's own log; the figures still come through our stat logger
-    }
-    if v.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = v.max_num_batched_tokens
-    compilation: dict[str, Any] = {"custom_ops": list(v.custom_ops)} if v.custom_ops else {}
-    if settings.verifier.affinity == "vllm":  # small batches' contexts are split otherwise: another order
-        arguments["attention_config"] = dict(UNSPLIT_ATTENTION)
-        if read_config(Path(model)).hidden_size > TIMED_BEYOND:
-            compilation |= FIXED_COMPILATION
-    if compilation:
-        arguments["compilation_config"] = compilation
-    if v.sampled_agreement:
-        arguments["logits_processors"] = [_DRAW]
-    return _merged(arguments, v.extra_args)
-
-
-def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """`theirs` over `ours`, entry by entry."""
-    out = dict(ours)
-    for key, value in theirs.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if both else value
-    return out
 
 
 def _stat_logger_class(stats: Stats) -> Any:

@@ -25,6 +25,9 @@ from llm42.sampling import is_greedy
 EXTRA_ARG = "llm42_draw"
 """Key in vLLM's SamplingParams.extra_args: which canonical draw a request asks for."""
 _SEED_MASK = 2**63 - 1
+_LARGEST = 2**31 - 1
+"""More than any vocabulary or output has: a larger top_k or min_tokens, which vLLM could not carry, means
+the same."""
 
 
 def arguments_of(
@@ -43,7 +46,9 @@ def arguments_of(
     if request.deterministic:
         arguments["temperature"] = 0.0
         if sampled_agreement and not is_plain_argmax(request.sampling):
-            draw = dataclasses.asdict(request.sampling)
+            p = request.sampling
+            p = dataclasses.replace(p, top_k=min(p.top_k, _LARGEST), min_tokens=min(p.min_tokens, _LARGEST))
+            draw = dataclasses.asdict(p)
             arguments["extra_args"] = {EXTRA_ARG: {"prompt_len": len(request.prompt), "sampling": draw}}
         return arguments
     return arguments | _own_sampler(request, done, seeds)
@@ -61,7 +66,7 @@ def _own_sampler(request: Request, done: int, seeds: bool) -> dict[str, Any]:
     least = min(p.min_tokens, request.max_tokens)  # vLLM refuses more
     arguments: dict[str, Any] = {
         "temperature": 0.0 if is_greedy(p) else p.temperature,
-        "top_k": p.top_k,
+        "top_k": min(p.top_k, _LARGEST),
         "top_p": p.top_p,
         "min_p": p.min_p,
         "repetition_penalty": p.repetition_penalty,
@@ -105,6 +110,16 @@ def token_logprobs(
         top = tuple((i, entry.logprob) for i, entry in ranked if entry.rank <= count)[:count]
         found.append(TokenLogprob(token, entries[token].logprob, top))
     return tuple(found)
+
+
+def reason_of(error: Exception) -> tuple[str, bool]:
+    """What vLLM's error says, and whether it is about the request; vLLM wraps a refusal in an error of the
+    engine that says nothing, so the first that speaks is taken, from the outside in."""
+    found = error
+    while not str(found) and found.__cause__ is not None and isinstance(found.__cause__, Exception):
+        found = found.__cause__
+    mine = isinstance(found, ValueError) or "VLLMClientError" in {c.__name__ for c in type(found).__mro__}
+    return f"{type(found).__name__}: {found}", mine
 
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.engine.base import EngineOutput
 from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_connection import EngineUnavailable
+from llm42.engine.vllm_options import EngineUnavailable
 from llm42.engine.vllm_sampling import token_logprobs
 from llm42.protocol import Overloaded, Request, SamplingParams
 from tests.support import (
@@ -122,19 +123,59 @@ def test_a_held_request_takes_no_place_and_nothing_goes_beyond_the_bound(lab: La
     engine.abort("held")
 
 
-def test_a_dead_engine_process_ends_requests_with_an_error(lab: Lab) -> None:
+def nothing_left(engine: VllmEngine) -> bool:
+    """Neither here nor inside vLLM."""
+    connection = engine._connection
+    assert connection is not None
+    left = connection.llm.output_processor.get_num_unfinished_requests()
+    stats = connection.stats
+    return not (engine._streams or engine._tasks or left or stats.running or stats.waiting or stats.kv_usage)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_the_whole_context_is_used_and_nothing_is_left_in_vllm(lab: Lab, wrong: float) -> None:
+    """max_model_len is reached exactly, also when every candidate is wrong and resubmitted."""
+    engine, length = lab.engine(corrupt_share=wrong), lab.settings.model.max_model_len
+    generator = lab.generator(engine, lab.verifier().start())
+    requests = [
+        replace(r, max_tokens=40, prompt=(*(r.prompt * 200)[: length - 40],))
+        for r in (request_of(f"whole-{i}", i, sampling=s) for i, s in enumerate((GREEDY, SAMPLED, PENALISED)))
+    ]
+
+    async def every() -> list[Answer]:
+        return list(await asyncio.gather(*(collect(generator, r) for r in requests)))
+
+    answers = asyncio.run(every())
+    for request, answer in zip(requests, answers, strict=True):
+        assert len(request.prompt) + len(answer.tokens) == length
+        assert differences(answer, lab.oracle(request)) == []
+    assert wait_until(lambda: nothing_left(engine), 5)
+    engine.submit(replace(requests[0], request_id="stays"), lambda _: None, 40)
+    assert wait_until(lambda: not nothing_left(engine), 5), "control: a request is seen there"
+    engine.abort("stays")
+    assert wait_until(lambda: nothing_left(engine), 5)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_a_dead_engine_process_ends_requests_with_an_error(lab: Lab, how: signal.Signals) -> None:
+    """Told to stop, vLLM first ends its requests as aborted and lives on for a while."""
     assert lab.vllm is not None
     lab.vllm.close()  # its processes are then the only ones
     engine = lab.vllm.get(lab.settings)
     got: list[EngineOutput] = []
     held, long = (request_of(n, 4, sampling=GREEDY, max_tokens=700) for n in ("held", "long"))
     engine.submit(held, got.append, 4)
-    engine.submit(replace(long, deterministic=False), got.append, 700)
+    for name, count in (("plain", None), ("scored", 2)):
+        best = replace(long, request_id=name, deterministic=False, num_logprobs=count)
+        engine.submit(best, got.append, 700)
+    engine.submit(long, got.append, 700)
     assert wait_until(lambda: len(got) > 10, 30)
     (process,) = _engine_processes()
-    process.kill()
-    assert wait_until(lambda: sum(o.error is not None for o in got) == 2, 30)
+    process.send_signal(how)
+    assert wait_until(lambda: sum(o.error is not None for o in got) == 4, 30)
     assert not engine.alive
+    assert all("engine process is gone" in o.error for o in got if o.error)
+    assert not any(o.finish for o in got)
     with pytest.raises(Overloaded):
         engine.submit(request_of("late", 4), got.append, 4)
 
@@ -176,6 +217,24 @@ def test_an_argument_that_vllm_does_not_know_is_a_typed_error(lab: Lab) -> None:
     settings = Settings.load(lab.settings.model_dump(mode="json") | {"engine": engine})
     with pytest.raises(EngineUnavailable, match="no_such_argument"):
         VllmEngine(settings).start()
+
+
+def test_a_vocabulary_that_is_not_the_verifiers_is_a_typed_error(lab: Lab) -> None:
+    """Its candidates could be ids that the verifier's model has no row for."""
+    other = {"hf_overrides": {"vocab_size": 1024}, "load_format": "dummy"}
+    engine = {"kind": "vllm", "vllm": vllm_settings(extra_args=other)}
+    settings = Settings.load(lab.settings.model_dump(mode="json") | {"engine": engine})
+    with pytest.raises(EngineUnavailable, match="1024 token ids"):
+        VllmEngine(settings).start()
+
+
+def test_the_model_runner_is_told(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    assert lab.vllm is not None
+    lab.vllm.close()
+    with caplog.at_level("INFO"):
+        engine = lab.engine()
+    assert engine.facts["model_runner"] in ("V1", "V2")
+    assert f"model_runner {engine.facts['model_runner']}" in caplog.text
 
 
 def test_embedded_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:

@@ -127,7 +127,10 @@ async def test_constrained_output(tokenizer: Tokenizer, asked: Any, schema: Any)
         assert json.loads(backend.requests[0].json_schema or "") == schema
         reply = await http.post("/v1/chat/completions", json=body | {"deterministic": True})
         assert "deterministic" in assert_error(reply, 400, "response_format")["message"]
-        assert (await http.post("/v1/chat/completions", json=chat())).status_code == 200
+        assert_error(
+            await http.post("/v1/chat/completions", json=body | {"ignore_eos": True}), 400, "ignore_eos"
+        )
+        assert (await http.post("/v1/chat/completions", json=chat(ignore_eos=True))).status_code == 200
         assert backend.requests[-1].json_schema is None
     assert "engine" in await refused(tokenizer, "response_format", response_format=asked)
 

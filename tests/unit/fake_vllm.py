@@ -96,6 +96,7 @@ class FakeLLM:
         self.added: list[Job] = []
         self.log: list[tuple[str, str]] = []
         self.refuse: Callable[[str], bool] = lambda _id: False
+        self.refusal: Exception = ValueError("refused")
         self.steps = 0
         self.closed = False
 
@@ -105,7 +106,7 @@ class FakeLLM:
         if self.errored:
             raise Dead("dead")
         if self.refuse(request_id):
-            raise ValueError("refused")
+            raise self.refusal
         job = Job(request_id, list(prompt), params, priority, len(self.added))
         assert request_id not in self.jobs, "an id was used twice"
         self.jobs[request_id] = job

@@ -20,7 +20,8 @@ from llm42.config import Settings
 from llm42.engine import vllm_connection
 from llm42.engine.build import load_tokenizer
 from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_connection import EngineUnavailable, check_version, engine_arguments, model_directory
+from llm42.engine.vllm_connection import check_version
+from llm42.engine.vllm_options import EngineUnavailable, engine_arguments, model_directory
 from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
 from llm42.models.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
@@ -177,10 +178,35 @@ def test_engine_arguments() -> None:
     assert [more[name] for name in names] == ["float32", 64, 3, 32]
 
 
-@pytest.mark.parametrize("name", ["scheduling_policy", "enable_prefix_caching", "skip_tokenizer_init"])
-def test_arguments_that_the_engine_depends_on_cannot_be_changed(name: str) -> None:
-    with pytest.raises(EngineUnavailable, match=name):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("scheduling_policy", "depends"), ("enable_prefix_caching", "depends"), ("model", "model.path"),
+        ("speculative_config", "min_p"), ("spec_method", "min_p"), ("runner", "text"),
+        ("pooler_config", "text"), ("logprobs_mode", "raw logits"), ("max_logprobs", "20"),
+        ("data_parallel_size", "fastpath_replicas"), ("data_parallel_backend", "fastpath_replicas"),
+    ],
+)  # fmt: skip
+def test_arguments_that_the_engine_depends_on_cannot_be_changed(name: str, reason: str) -> None:
+    with pytest.raises(EngineUnavailable, match=f"{name}: .*{reason}"):
         engine_arguments(settings_of(extra_args={name: "other"}), "/model")
+
+
+def test_the_canonical_draw_comes_after_other_processors() -> None:
+    """Whatever they make of the logits, what it leaves is what is proposed."""
+    own = {"extra_args": {"logits_processors": ["mine:Processor"]}}
+    assert engine_arguments(settings_of(**own), "/model")["logits_processors"] == ["mine:Processor"]
+    both = engine_arguments(settings_of(**own, sampled_agreement=True), "/model")["logits_processors"]
+    assert both == ["mine:Processor", "llm42.engine.vllm_draw:CanonicalDraw"]
+
+
+def test_what_undoes_the_affinity_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = shape_of(tmp_path / "wide", 4096)
+    near(place, attention_config={"backend": "X"}, compilation_config={"mode": 2})
+    assert not caplog.records
+    near(place, compilation_config=3)
+    near(place, attention_config={"flash_attn_max_num_splits_for_cuda_graph": 8})
+    assert [r.levelname for r in caplog.records] == ["WARNING"] * 2
 
 
 def test_a_directory_is_used_as_it_is(tmp_path: Any) -> None:

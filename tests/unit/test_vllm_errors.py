@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_
 
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_stream import Stream
-from llm42.protocol import Overloaded, RequestRejected
+from llm42.protocol import FinishReason, Overloaded, RequestRejected, SamplingParams
 
 
 class TellsNobody(VllmEngine):
@@ -86,19 +87,62 @@ def test_a_refused_request_gets_an_error_and_no_other_does(make: Make) -> None:
     assert (fine.error, len(fine.tokens), scene.engine.alive) == (None, 10, True)
 
 
-def test_an_abort_from_elsewhere_is_an_error(make: Make) -> None:
+class KeepsServing(VllmEngine):
+    """Broken on purpose: takes vLLM's word for one request's end."""
+
+    def _take(self, stream: Stream, output: Any) -> bool:
+        if output.outputs[0].finish_reason == "abort":
+            stream.report((), (), FinishReason.ABORT)
+            return False
+        return super()._take(stream, output)
+
+
+def stop_vllm(scene: Scene) -> dict[str, Client]:
+    """What clients see when vLLM is told to stop: it ends what runs before its process goes, and repeats the
+    last log-probabilities with that."""
+    clients = {"held": scene.submit(request_of("held"), 5), "runs": scene.submit(request_of("runs"), 64)}
+    for name, count in (("plain", None), ("scored", 1)):
+        request = request_of(name, deterministic=False, num_logprobs=count)
+        clients[name] = scene.submit(request)
+    scene.steps(8)
+    last = [{7: SimpleNamespace(logprob=-1.0, rank=1)}]
+    jobs = list(scene.llm.jobs.values())
+    scene.do(lambda: [j.outbox.put(output_of([], "abort", last)) for j in jobs])
+    return clients
+
+
+def test_vllm_told_to_stop_is_a_dead_engine(make: Make) -> None:
+    """So the service goes on elsewhere, as after a crash."""
     scene = make()
-    client = scene.submit(request_of("d"), 64)
-    scene.steps(3)
-    (job,) = scene.llm.jobs.values()
-    scene.do(lambda: job.outbox.put(_foreign_abort()))
-    assert "aborted" in (client.error or "")
-    scene.steps(3)
+    clients = stop_vllm(scene)
+    for client in clients.values():
+        assert "engine process is gone" in (client.error or "")
+        assert client.finish is None
+        assert sum(o.error is not None for o in client.outputs) == 1
+    assert not scene.engine.alive
+    with pytest.raises(Overloaded):
+        scene.engine.submit(request_of("late"), Client(), 64)
     assert scene.idle
 
 
-def _foreign_abort() -> Any:
-    return output_of([], "abort")
+def test_control_an_engine_that_takes_the_abort_for_an_end_is_noticed(make: Make) -> None:
+    scene = make(engine=KeepsServing)
+    clients = stop_vllm(scene)
+    assert scene.engine.alive
+    assert clients["plain"].finish is FinishReason.ABORT
+    assert clients["held"].error is None
+
+
+def test_one_id_twice_at_a_time_is_an_error_of_the_second(make: Make) -> None:
+    scene = make()
+    first, second = scene.submit(request_of("same"), 64), Client()
+    scene.steps(3)
+    scene.engine.submit(request_of("same"), second, 64)
+    scene.steps(3)
+    assert "this id" in (second.error or "")
+    assert (first.error, len(first.tokens)) == (None, 6)
+    scene.abort("same")
+    assert scene.idle
 
 
 @pytest.mark.parametrize("reason", ["error", "repetition"])
@@ -145,7 +189,16 @@ def test_close_tells_who_is_running(make: Make) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_tokens": 4090}, {"prompt": ()}, {"prompt": (5, VOCAB)}, {"prompt": (-1,)}, {"num_logprobs": 21}],
+    [
+        {"max_tokens": 4090},
+        {"prompt": ()},
+        {"prompt": (5, VOCAB)},
+        {"prompt": (-1,)},
+        {"num_logprobs": 21},
+        {"stop_token_ids": (3, VOCAB)},
+        {"prompt_logprobs": 21},
+        {"deterministic": False, "sampling": SamplingParams(temperature=2.5)},
+    ],
     ids=str,
 )
 def test_what_vllm_would_refuse_is_refused_at_once(make: Make, changes: dict[str, Any]) -> None:

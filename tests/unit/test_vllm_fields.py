@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
+import pytest
 from fake_vllm import FakeLLM, Make, request_of
 
 from llm42.engine.vllm_sampling import arguments_of
+from llm42.protocol import SamplingParams
 
 SCHEMA = '{"type": "object"}'
 
@@ -32,3 +36,47 @@ def test_a_schema_that_vllm_refuses_is_the_request_s_fault(make: Make) -> None:
         assert client.error is not None
         blamed.append(client.outputs[-1].param)
     assert blamed == ["response_format", None]
+
+
+class VLLMClientError(Exception):
+    """As vLLM 0.27 names what a request is to blame for."""
+
+
+class EngineGenerateError(Exception):
+    """As vLLM names anything else, without a word about it."""
+
+
+def wrapped(cause: Exception) -> EngineGenerateError:
+    error = EngineGenerateError()
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "param"),
+    [
+        (VLLMClientError("bad schema"), "VLLMClientError: bad schema", "response_format"),
+        (wrapped(ValueError("bad schema")), "ValueError: bad schema", "response_format"),
+        (wrapped(wrapped(VLLMClientError("bad"))), "VLLMClientError: bad", "response_format"),
+        (wrapped(OSError("a disk")), "OSError: a disk", None),
+        (EngineGenerateError(), "EngineGenerateError: ", None),
+    ],
+    ids=repr,
+)
+def test_what_vllm_says_is_found_where_it_says_it(
+    make: Make, error: Exception, text: str, param: str | None
+) -> None:
+    scene = make(FakeLLM())
+    scene.llm.refusal, scene.llm.refuse = error, lambda _: True
+    client = scene.submit(request_of("r", deterministic=False, json_schema=SCHEMA))
+    scene.steps(2)
+    assert (client.error, client.outputs[-1].param) == (text, param)
+
+
+@pytest.mark.parametrize("agree", [False, True])
+def test_numbers_that_vllm_cannot_carry_mean_what_they_say(agree: bool) -> None:
+    sampling = SamplingParams(temperature=1.0, top_k=2**70, min_tokens=2**70, min_tokens_banned=(1,))
+    for deterministic in (False, True):
+        request = request_of("r", deterministic=deterministic, sampling=sampling, max_tokens=9)
+        told = json.dumps(arguments_of(request, 0, agree))
+        assert max(map(int, re.findall(r"[0-9]+", told))) < 2**63
