@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,20 +19,15 @@ from typing import Any
 
 import yaml
 
+from deployments import preflight
+from deployments.preflight import LaunchFailed, cause_of, require_free_port
 from llm42.config import Settings
-from llm42.protocol import LLM42Error
 
 APP_NAME = "llm42"
 METRICS_PORT = 8090
 START_TIMEOUT_S = 300.0
 OBJECT_STORE_BYTES = 256 << 20
 Say = Callable[[str], None]
-
-
-class LaunchFailed(LLM42Error):
-    """The service did not come up; the message says why and where the logs are."""
-
-    code = "launch_failed"
 
 
 def read_serve_config(path: str | Path) -> Settings:
@@ -125,14 +119,7 @@ class Service:
     def start(self) -> None:
         """Returns once best-effort requests are answered. Raises LaunchFailed."""
         server = self.settings.server
-        if not Path(self.settings.model.path).exists():
-            raise LaunchFailed(
-                f"There is no model at {self.settings.model.path}. The default one is fetched by "
-                "`make run`, or by: python -m llm42.models.fetch"
-            )
-        require_free_port(server.host, server.port)
-        if port := self.settings.telemetry.metrics_port:
-            require_free_port("0.0.0.0", port, "telemetry.metrics_port")
+        preflight.check(self.settings)
         prepare_environment()
         self._say("Starting Ray")
         import ray
@@ -169,7 +156,7 @@ class Service:
             if state == "RUNNING":
                 return
             if app and (state in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > deadline):
-                raise LaunchFailed(f"The application is {state}: {app.message} (logs: {log_dir()})")
+                raise LaunchFailed(f"The application is {state}: {cause_of(app)} (logs: {log_dir()})")
             time.sleep(0.2)
 
     @property
@@ -261,15 +248,3 @@ def default_metrics_port() -> int:
     except LaunchFailed:
         return 0
     return METRICS_PORT
-
-
-def require_free_port(host: str, port: int, option: str = "--port") -> None:
-    """Raises LaunchFailed when something listens there already, before the slow part begins."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise LaunchFailed(
-                f"{host}:{port} cannot be used ({error.strerror}); choose another with {option}"
-            ) from error

@@ -11,7 +11,7 @@ import time
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import pydantic
 import typer
@@ -51,9 +51,17 @@ def main() -> None:
     except LLM42Error as error:
         fail(str(error))
     except pydantic.ValidationError as error:
-        fail("\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()))
+        fail("\n".join(map(_setting_error, error.errors())))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _setting_error(found: Any) -> str:
+    """One of pydantic's errors as a line: the field, where there is one, and what is wrong with it."""
+    text = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        text = "there is no such setting (serve_config.yaml has all)"
+    return ": ".join(filter(None, (".".join(map(str, found["loc"])), text)))
 
 
 def fail(message: str) -> NoReturn:
@@ -111,7 +119,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _certification_problem(service: Service) -> str:
     """Waits for the verifiers; returns the reason when there is none, and "" when there is."""
-    from deployments.launch import LaunchFailed
+    from deployments.preflight import LaunchFailed
 
     if service.settings.server.verifiers == 0:
         return "Deterministic requests are switched off (server.verifiers is 0)."

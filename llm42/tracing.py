@@ -126,7 +126,7 @@ def _exporter(settings: TelemetrySettings, component: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise TracingUnavailable(
-            "telemetry.traces: otlp needs the OTLP exporter: pip install 'llm42[otlp]'"
+            "telemetry.traces: otlp needs its exporter: pip install opentelemetry-exporter-otlp-proto-http"
         ) from error
     exporter: SpanExporter = OTLPSpanExporter(endpoint=settings.trace_endpoint)
     return exporter

@@ -7,7 +7,6 @@ for load figures.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import re
@@ -19,7 +18,13 @@ from typing import Any
 from llm42.config import Settings
 from llm42.engine.limits import require_known_ids
 from llm42.engine.vllm_guard import Guard
-from llm42.engine.vllm_options import MAX_LOGPROBS, EngineUnavailable, engine_arguments, model_directory
+from llm42.engine.vllm_options import (
+    MAX_LOGPROBS,
+    EngineUnavailable,
+    engine_arguments,
+    model_directory,
+    require_vllm,
+)
 from llm42.models.load import read_config
 from llm42.protocol import LLM42Error, Request, RequestRejected
 
@@ -172,11 +177,7 @@ def _connection(llm: Any, facts: dict[str, Any], stats: Stats, guard: Guard) -> 
 
 def check_installed() -> str:
     """vLLM's version. Raises EngineUnavailable when it is missing, broken or not supported."""
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineUnavailable(
-            "engine.kind is vllm, but vLLM is not installed: pip install 'llm42[vllm]', or set engine.kind to"
-            " torch"
-        )
+    require_vllm()
     try:
         from vllm import __version__
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ class EngineUnavailable(LLM42Error):
     """The configured engine cannot be started here; the message says what to do."""
 
     code = "engine_unavailable"
+
+
+def require_vllm() -> None:
+    """Raises EngineUnavailable where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineUnavailable(
+            "engine.kind is vllm, but vLLM is not installed in this environment: pip install"
+            " 'vllm>=0.26,<0.28', or set engine.kind to torch"
+        )
 
 
 def model_directory(settings: Settings) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from llm42.models import families
 from llm42.models import gguf as gguf_files
 from llm42.models.config import ModelConfig
@@ -17,9 +19,27 @@ from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.gguf import GGUFSource
 from llm42.models.safetensors import SafetensorsSource, read_json
 from llm42.models.weights import LoadedModel, assemble
+from llm42.protocol import LLM42Error
 
 _CHUNK_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20
+
+
+class DeviceUnavailable(LLM42Error):
+    """model.device names a device that is not there."""
+
+    code = "device_unavailable"
+
+
+def require_device(device: str) -> None:
+    """Raises DeviceUnavailable where `device` is cuda and PyTorch has no GPU."""
+    if device == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "finds no GPU here" if built else "is a build without CUDA"
+        raise DeviceUnavailable(
+            f"model.device is cuda, but PyTorch {torch.__version__} {why}: install the GPU's driver or"
+            " PyTorch's CUDA build, or set model.device to cpu"
+        )
 
 
 def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) -> LoadedModel:
@@ -28,8 +48,9 @@ def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) ->
     path: a GGUF file, or a directory with config.json and safetensors. dtype: "bfloat16", "float16" or
     "float32", the activation dtype, to which all weights are rounded. max_model_len: positions in the rotary
     table.
-    Raises ModelFileError (file and tensor named) or UnsupportedModel (field named).
+    Raises ModelFileError (file and tensor named), UnsupportedModel (field named) or DeviceUnavailable.
     """
+    require_device(device)
     place = Path(path)
     if not place.exists():
         raise ModelFileError(f"{place}: no such file or directory")

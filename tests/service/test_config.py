@@ -11,7 +11,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build
-from deployments.launch import LaunchFailed, absolute, read_serve_config, require_free_port
+from deployments.launch import absolute, read_serve_config
+from deployments.preflight import LaunchFailed, require_free_port
 from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
 

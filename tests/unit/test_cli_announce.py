@@ -1,13 +1,14 @@
-"""What `llm42 serve` prints once it is ready."""
+"""What `llm42 serve` prints once it is ready, and of settings that are wrong."""
 
 from __future__ import annotations
 
 import json
 import shlex
 
+import pydantic
 import pytest
 
-from llm42.cli import _announce
+from llm42.cli import _announce, _setting_error
 from llm42.config import Settings
 
 
@@ -21,3 +22,19 @@ def test_the_printed_request_can_be_pasted(
     words = shlex.split(line)
     assert json.loads(words[words.index("-d") + 1])["deterministic"] is True
     assert ("Authorization: Bearer YOUR_KEY" in words) == bool(keys)
+
+
+@pytest.mark.parametrize(
+    ("tree", "line"),
+    [
+        ({"engine": {"max_bacth": 3}},
+         "engine.max_bacth: there is no such setting (serve_config.yaml has all)"),
+        ({"verifier": {"affinity": "vllm"}},
+         "verifier.affinity 'vllm' needs model.device 'cuda': leave it at 'none'"),
+    ],
+    ids=["unknown", "contradiction"],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_line(tree: dict[str, object], line: str) -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Settings.load(tree)
+    assert [_setting_error(e) for e in caught.value.errors()] == [line]

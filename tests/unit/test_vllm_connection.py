@@ -17,7 +17,6 @@ from fake_vllm import request_of
 from benchmarks.random_model import SMALL_64
 from kernels.rmsnorm import carried_launch
 from llm42.config import Settings
-from llm42.engine import vllm_connection
 from llm42.engine.build import load_tokenizer
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import check_version
@@ -219,14 +218,14 @@ def test_a_directory_is_used_as_it_is(tmp_path: Any) -> None:
 def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     engine = VllmEngine(settings_of())
-    with pytest.raises(EngineUnavailable, match=r"pip install 'llm42\[vllm\]'"):
+    with pytest.raises(EngineUnavailable, match=r"pip install 'vllm>=0\.26,<0\.28'"):
         engine.start()
     assert not engine.alive
     engine.close()
 
 
 def test_a_broken_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_connection.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "vllm", None)  # what an import that fails leaves behind
     with pytest.raises(EngineUnavailable, match="cannot be imported"):
         VllmEngine(settings_of()).start()
