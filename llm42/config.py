@@ -57,6 +57,9 @@ class VllmSettings(_Section):
         False,
         description="best-effort requests may ask for JSON (response_format); GPUs only",
     )
+    stall_s: float = Field(
+        300.0, gt=0, description="an engine with requests that says nothing for so long is taken for dead"
+    )
     export_dir: str = Field(
         ".cache/exports", description="where a GGUF file is kept in the form that vLLM reads"
     )

@@ -36,6 +36,8 @@ from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
+LOOKS = 8
+"""How often engine.vllm.stall_s is looked whether vLLM still answers."""
 
 
 class _Stopping(Exception):
@@ -57,6 +59,8 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
+        self._heard = 0
+        """How often vLLM has answered."""
         self._closed = self._gone = False
         self._thread: threading.Thread | None = None
 
@@ -159,13 +163,26 @@ class VllmEngine:
             ready.set_exception(error)
             return
         ready.set_result(None)
+        watch = self._loop.create_task(self._watch(self.settings.vllm.stall_s))
         await self._end.wait()
+        watch.cancel()
         self._fail_all(STOPPED)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         connection.close()
         await asyncio.sleep(0)  # lets vLLM's cancelled tasks end before the loop is closed
+
+    async def _watch(self, limit_s: float) -> None:
+        """A vLLM that hangs is as good as dead: its requests can go on elsewhere. Time is counted in looks,
+        so that a process which was stopped itself does not blame vLLM."""
+        quiet, seen = 0, -1
+        while not self._gone:
+            await asyncio.sleep(limit_s / LOOKS)
+            quiet = quiet + 1 if self._tasks and self._heard == seen else 0
+            seen = self._heard
+            if quiet >= LOOKS:
+                self._lose(f"vLLM has not answered for {limit_s:g} s (engine.vllm.stall_s)")
 
     def _enter(self, stream: Stream) -> None:
         if self._gone:
@@ -227,12 +244,12 @@ class VllmEngine:
                 connection.generate(attempt.id, tokens, arguments, attempt.priority)
             ) as outputs:
                 async for output in outputs:
-                    over = output.finished
+                    over, self._heard = output.finished, self._heard + 1
                     if stream.attempt is not attempt or not self._take(stream, output):
                         break
         except (connection.dead, _Stopping) as error:
-            over = self._gone = True
-            self._fail_all(f"vLLM's engine process is gone: {error}")
+            over = True
+            self._lose(f"vLLM's engine process is gone: {error}")
         except Exception as error:
             log.exception("request %s failed in vLLM", attempt.id)
             if stream.attempt is attempt:
@@ -280,8 +297,13 @@ class VllmEngine:
         self._streams.pop(stream.request.request_id, None)
         stream.report(error=error, param=param)
 
+    def _lose(self, error: str) -> None:
+        """vLLM is gone, or as good as that."""
+        self._gone = True
+        log.error("%s", error)
+        self._fail_all(error)
+
     def _fail_all(self, error: str) -> None:
-        """vLLM is gone, or about to go."""
         for stream in list(self._streams.values()):
             self._stop(stream)
             self._fail(stream, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_stream import Stream
 from llm42.protocol import FinishReason, Overloaded, RequestRejected, SamplingParams
+from tests.support import wait_until
 
 
 class TellsNobody(VllmEngine):
@@ -131,6 +133,27 @@ def test_control_an_engine_that_takes_the_abort_for_an_end_is_noticed(make: Make
     assert scene.engine.alive
     assert clients["plain"].finish is FinishReason.ABORT
     assert clients["held"].error is None
+
+
+def test_a_vllm_that_says_nothing_is_a_dead_engine(make: Make) -> None:
+    scene = make(vllm={"stall_s": 0.4})
+    clients = [scene.submit(request_of("runs"), 64), scene.submit(request_of("best", deterministic=False))]
+    for _ in range(10):  # as long as it speaks, however slowly
+        time.sleep(0.1)
+        scene.steps(1)
+        assert scene.engine.alive
+    assert wait_until(lambda: all("stall_s" in (c.error or "") for c in clients), 5)
+    assert not scene.engine.alive
+    assert scene.idle
+
+
+def test_control_a_vllm_without_requests_may_say_nothing(make: Make) -> None:
+    scene = make(vllm={"stall_s": 0.1})
+    held = scene.submit(request_of("held"), 5)
+    scene.steps(8)
+    assert len(held.tokens) == 5
+    time.sleep(0.5)
+    assert (scene.engine.alive, held.error) == (True, None)
 
 
 def test_one_id_twice_at_a_time_is_an_error_of_the_second(make: Make) -> None:
