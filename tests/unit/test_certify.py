@@ -285,7 +285,8 @@ NOT_IN_AN_OUTPUT = {
         tracing verdict verify_call""",
     "deployments": """__init__ actors admission app asgi audit audit_* bodies deltas errors failover
         fastpath http_app ingress large launch logprobs policy preflight ray_metrics receipts render
-        router scaling supervisor supervisor_* text_routes verifier_actor verifier_pool watched window_batches""",
+        router scaling supervisor supervisor_* text_routes verifier_actor verifier_pool watched
+        window_batches""",
 }
 """Modules that decide neither which tokens a request gets nor which request a body is: they start, count,
 route, audit, or write what others found as JSON. A new module belongs here or into the hash."""
