@@ -119,7 +119,7 @@ class Service:
     def start(self) -> None:
         """Returns once best-effort requests are answered. Raises LaunchFailed."""
         server = self.settings.server
-        preflight.check(self.settings)
+        preflight.check(self.settings, self._say)
         prepare_environment()
         self._say("Starting Ray")
         import ray

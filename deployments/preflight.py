@@ -1,17 +1,23 @@
-"""What is checked before the slow part of a start begins, and what is said when it fails after all."""
+"""What is checked before the slow part of a start begins, and what is said when it fails after all.
+
+Imports PyTorch only where a GPU is asked for: the process of `llm42 serve` computes nothing.
+"""
 
 from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.vllm_options import require_vllm
 from llm42.models.fetch import DEFAULT_DIR
-from llm42.models.load import require_device
 from llm42.protocol import LLM42Error
+
+MAX_CAUSE = 800
+"""Characters of a failed deployment's own words."""
+EPSILON = 1e-6
 
 
 class LaunchFailed(LLM42Error):
@@ -20,8 +26,9 @@ class LaunchFailed(LLM42Error):
     code = "launch_failed"
 
 
-def check(settings: Settings) -> None:
-    """Raises LaunchFailed for a model, library or GPU that is not there, and for a port that is taken."""
+def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
+    """Raises LaunchFailed for a model, library or GPU that is not there, and for a port that is taken.
+    say: hears of what the service can start without."""
     server, model = settings.server, Path(settings.model.path)
     if not model.exists():
         default = DEFAULT_DIR.name in model.parts
@@ -32,28 +39,49 @@ def check(settings: Settings) -> None:
         require_free_port("0.0.0.0", port, "telemetry.metrics_port")
     try:
         if settings.engine.kind == "vllm":
+            from llm42.engine.vllm_options import require_vllm
+
             require_vllm()
-        require_device(settings.model.device)
+        if settings.model.device == "cuda":
+            from llm42.models.load import require_device
+
+            require_device("cuda")
+            _require_gpus(settings, say)
     except LLM42Error as error:
         raise LaunchFailed(str(error)) from error
-    if settings.model.device == "cuda":
-        _require_gpus(settings)
 
 
-def _require_gpus(settings: Settings) -> None:
-    """Ray would wait for them, silently and for ever."""
+def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
+    """Ray would wait for them without a word. A share of a GPU is one GPU's."""
     import torch
 
-    engine, server = settings.engine, settings.server
+    engine, server, found = settings.engine, settings.server, torch.cuda.device_count()
     parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
-    replicas = server.fastpath_replicas * parallel * engine.gpus
-    verifiers = server.verifiers * settings.verifier.gpus
-    found = torch.cuda.device_count()
-    if replicas + verifiers > found + 1e-6:
+    free, left = [1.0] * found, server.fastpath_replicas * parallel
+    left = _place(free, left, engine.gpus)
+    if left:
         raise LaunchFailed(
-            f"{replicas:g} GPUs for replicas (server.fastpath_replicas, engine.gpus) and {verifiers:g} for"
-            f" verifiers (server.verifiers, verifier.gpus) are asked for; this machine has {found}"
+            f"{server.fastpath_replicas} replicas (server.fastpath_replicas) of {parallel} x {engine.gpus:g}"
+            f" GPUs (engine.gpus) do not fit on this machine, which has {found}"
         )
+    if missing := _place(free, server.verifiers, settings.verifier.gpus):
+        say(
+            f"{missing} of {server.verifiers} verifiers (server.verifiers) will wait for a GPU: each takes"
+            f" {settings.verifier.gpus:g} (verifier.gpus), and that is not left of this machine's {found}"
+        )
+
+
+def _place(free: list[float], count: int, share: float) -> int:
+    """Takes `count` shares out of `free`, GPU by GPU; whole GPUs where a share is more than one. How many
+    found no place."""
+    for done in range(count):
+        places = [i for i, part in enumerate(free) if part >= min(1.0, share) - EPSILON]
+        needed = max(1, round(share))
+        if len(places) < needed:
+            return count - done
+        for i in places[:needed]:
+            free[i] -= min(1.0, share)
+    return 0
 
 
 def require_free_port(host: str, port: int, option: str = "--port") -> None:
@@ -69,11 +97,18 @@ def require_free_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def cause_of(application: Any) -> str:
-    """Why an application of Ray Serve (its ApplicationStatusOverview) failed: the last line of each failed
-    deployment's traceback, else its own message."""
-    found = []
-    for deployment in application.deployments.values():
-        lines = [line for line in deployment.message.splitlines() if re.match(r"[\w.]+: ", line)]
-        if lines and deployment.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-            found.append(re.sub(r"^[\w.]+\.(?=\w+: )", "", lines[-1]))
-    return "; ".join(dict.fromkeys(found)) or str(application.message)
+    """Why an application of Ray Serve (its ApplicationStatusOverview) is not running: in the words of each
+    deployment that is not healthy, of a traceback only the exception."""
+    words = (_words(d.message) for d in application.deployments.values() if d.status.value != "HEALTHY")
+    return "; ".join(dict.fromkeys(filter(None, words))) or str(application.message)
+
+
+def _words(message: str) -> str:
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    if frames:
+        after = lines[frames[-1] + 1 :]
+        start = next((i for i, line in enumerate(after) if line and not line.startswith(" ")), len(after))
+        lines = after[start:]
+    text = " ".join(" ".join(lines).split())
+    return re.sub(r"^(?:\w+\.)+(?=\w+)", "", text)[:MAX_CAUSE]

@@ -217,6 +217,7 @@ class Session:
         if worth or commit.timings.queue_s > self.settings.commit_deadline_s:
             grown = min(self.settings.max_window, 2 * self.target + 1)
             # a window as long as the lookahead would be sent only when the fast path stands still
-            self.target = grown if worth else max(self.settings.min_window, min(grown, self._ahead // 2))
+            least = self.target if full else self.settings.min_window
+            self.target = grown if worth else max(least, min(grown, self._ahead // 2))
         elif not full:
             self.target = max(self.settings.min_window, self.target // 2)

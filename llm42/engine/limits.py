@@ -26,9 +26,6 @@ def require_known_ids(request: Request, vocab_size: int) -> None:
     if not all(0 <= token < vocab_size for token in (*request.prompt, *request.output)):
         text = f"prompt: a token id is outside the model's vocabulary (0 to {vocab_size - 1})"
         raise RequestRejected(text, "prompt")
-    if not all(0 <= token < vocab_size for token in request.stop_token_ids):
-        text = f"stop_token_ids: an id is outside the model's vocabulary (0 to {vocab_size - 1})"
-        raise RequestRejected(text, "stop_token_ids")
     if not request.sampling.fits(vocab_size):
         text = f"logit_bias: an id is outside the model's vocabulary (0 to {vocab_size - 1})"
         raise RequestRejected(text, "logit_bias")

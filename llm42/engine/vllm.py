@@ -187,8 +187,11 @@ class VllmEngine:
     def _enter(self, stream: Stream) -> None:
         if self._gone:
             stream.report(error=STOPPED)
-        elif stream.request.request_id in self._streams:
-            stream.report(error="a request with this id is running")
+        elif (other := self._streams.get(stream.request.request_id)) is not None:
+            # either's owner would abort the other by its id, and leave it waiting for ever
+            self._stop(other)
+            for each in (other, stream):
+                self._fail(each, "two requests with this id at a time: each needs an id of its own")
         else:
             self._streams[stream.request.request_id] = stream
             self._proceed(stream)
@@ -238,6 +241,9 @@ class VllmEngine:
         connection, request, over = self._connection, stream.request, False
         agree = self.settings.vllm.sampled_agreement
         arguments = arguments_of(request, stream.count, agree, connection.seeds)
+        # an id without a row cannot come, and vLLM may die of it
+        known = [i for i in arguments["stop_token_ids"] if 0 <= i < connection.vocab_size]
+        arguments["stop_token_ids"] = known
         tokens = [*request.prompt, *stream.output]
         try:
             async with aclosing(

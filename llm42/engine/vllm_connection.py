@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
@@ -21,12 +20,12 @@ from llm42.engine.vllm_guard import Guard
 from llm42.engine.vllm_options import (
     MAX_LOGPROBS,
     EngineUnavailable,
+    config_of,
     engine_arguments,
     model_directory,
     require_vllm,
 )
-from llm42.models.load import read_config
-from llm42.protocol import LLM42Error, Request, RequestRejected
+from llm42.protocol import Request, RequestRejected
 
 log = logging.getLogger(__name__)
 
@@ -112,19 +111,23 @@ def connect(settings: Settings) -> Connection:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # as Ray's: nothing is reported unless asked for
     model = model_directory(settings)
-    arguments, stats, guard = engine_arguments(settings, model), Stats(), Guard()
+    arguments, stats, guard, llm = engine_arguments(settings, model), Stats(), Guard(), None
     try:
+        connection_of = _connector()
         llm = _start(arguments, stats)
-        facts = _facts(llm.vllm_config, version)
-        if facts["vocab_size"] != (ours := _vocab_of(model) or facts["vocab_size"]):
-            llm.shutdown()
-            raise ValueError(f"it has {facts['vocab_size']} token ids, and the verifier's model has {ours}")
+        facts, config = _facts(llm.vllm_config, version), config_of(model)
+        if config is not None and config.vocab_size != facts["vocab_size"]:
+            theirs, ours = facts["vocab_size"], config.vocab_size
+            raise ValueError(f"it has {theirs} token ids, and the verifier's model has {ours}")
+        connection = connection_of(llm, facts, stats, guard)
     except Exception as error:
+        if llm is not None:
+            llm.shutdown()
         guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
     guard.ready()
     log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
-    return _connection(llm, facts, stats, guard)
+    return connection
 
 
 def _start(arguments: dict[str, Any], stats: Stats) -> Any:
@@ -132,14 +135,6 @@ def _start(arguments: dict[str, Any], stats: Stats) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger_class(stats)])
-
-
-def _vocab_of(model: str) -> int | None:
-    """Token ids of the model as the verifier reads it; None for a family that only vLLM knows."""
-    try:
-        return read_config(Path(model)).vocab_size
-    except LLM42Error:
-        return None
 
 
 def _facts(config: Any, version: str) -> dict[str, Any]:
@@ -158,7 +153,8 @@ def _facts(config: Any, version: str) -> dict[str, Any]:
     }
 
 
-def _connection(llm: Any, facts: dict[str, Any], stats: Stats, guard: Guard) -> Connection:
+def _connector() -> Callable[[Any, dict[str, Any], Stats, Guard], Connection]:
+    """What makes a Connection; what it needs of vLLM is imported before the slow start."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -169,10 +165,13 @@ def _connection(llm: Any, facts: dict[str, Any], stats: Stats, guard: Guard) -> 
             values["structured_outputs"] = StructuredOutputsParams(json=schema)
         return SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False, **values)
 
-    # on a CPU, vLLM dies of a seeded request whose prompt is computed in chunks (its generator has no offset)
-    seeds = llm.vllm_config.device_config.device_type != "cpu"
-    sizes = facts["vocab_size"], facts["kv_tokens"]
-    return Connection(llm, make_params, tokens_input, EngineDeadError, *sizes, seeds, stats, facts, guard)
+    def connection(llm: Any, facts: dict[str, Any], stats: Stats, guard: Guard) -> Connection:
+        # on a CPU, vLLM dies of a seeded request whose prompt comes in chunks (its generator has no offset)
+        seeds = llm.vllm_config.device_config.device_type != "cpu"
+        sizes = facts["vocab_size"], facts["kv_tokens"]
+        return Connection(llm, make_params, tokens_input, EngineDeadError, *sizes, seeds, stats, facts, guard)
+
+    return connection
 
 
 def check_installed() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from kernels.rmsnorm import TIMED_BEYOND
 from llm42.config import Settings
+from llm42.models.config import ModelConfig
 from llm42.models.export import export_model
 from llm42.models.load import read_config
 from llm42.protocol import LLM42Error
@@ -36,6 +38,8 @@ _GENERATES = "the engine generates text"
 REFUSED = {
     "model": "model.path says it",
     "max_model_len": "model.max_model_len says it",
+    "tensor_parallel_size": "engine.vllm.tensor_parallel_size says it",
+    "pipeline_parallel_size": "a replica runs on one node (engine.vllm.tensor_parallel_size)",
     "scheduling_policy": _OURS,
     "skip_tokenizer_init": _OURS,
     "enable_prefix_caching": _OURS,
@@ -111,9 +115,18 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
 
 def _affinity_arguments(model: str) -> dict[str, Any]:
     """Under which vLLM's sums have the order that the verifier mirrors."""
-    wide = read_config(Path(model)).hidden_size > TIMED_BEYOND
+    config = config_of(model)
+    wide = config is not None and config.hidden_size > TIMED_BEYOND
     compilation = {"compilation_config": FIXED_COMPILATION} if wide else {}
-    return {"attention_config": UNSPLIT_ATTENTION, **compilation}
+    return copy.deepcopy({"attention_config": UNSPLIT_ATTENTION, **compilation})
+
+
+def config_of(model: str) -> ModelConfig | None:
+    """The model as the verifier reads it; None for a family that only vLLM knows."""
+    try:
+        return read_config(Path(model))
+    except LLM42Error:
+        return None
 
 
 def _check(extra: dict[str, Any]) -> None:

@@ -126,9 +126,9 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 
 
 def finish_of(reason: str | None) -> FinishReason | None:
-    """vLLM's finish reason in our form. Raises ValueError for one that is an error."""
+    """vLLM's finish reason in our form. Raises RuntimeError for one that is an error."""
     if reason is None:
         return None
     if reason not in _FINISH:
-        raise ValueError(f"vLLM ended the request: {reason}")
+        raise RuntimeError(f"vLLM ended the request: {reason}")
     return _FINISH[reason]

@@ -127,6 +127,15 @@ def test_a_long_queue_does_not_make_windows_as_long_as_the_lookahead() -> None:
     assert found[-1][0] > SETTINGS.min_window, "the queue still counts"
 
 
+def test_a_full_match_never_shortens_windows() -> None:
+    session = Session(Request("r", PROMPT, 10_000, deterministic=True), SessionSettings(lookahead=63), 0.0)
+    feed(session, 3, wrong=True)
+    for _ in range(30):
+        before = session.target
+        feed(session, 40, wrong=False, queue_s=2 * SETTINGS.commit_deadline_s)
+        assert session.target >= before
+
+
 class GrowsInAnyQueue(Session):
     """Doubles its windows with the queue, whatever the bound is."""
 

@@ -183,18 +183,15 @@ def test_a_dead_engine_process_ends_requests_with_an_error(lab: Lab, how: signal
 def test_a_hanging_engine_process_is_a_dead_one(lab: Lab) -> None:
     assert lab.vllm is not None
     lab.vllm.close()
-    engine, got = lab.vllm.get(lab.settings, stall_s=4.0), list[EngineOutput]()
+    engine, got = lab.vllm.get(lab.settings, stall_s=10.0), list[EngineOutput]()
     engine.submit(request_of("long", 4, sampling=GREEDY, max_tokens=700), got.append, 700)
     assert wait_until(lambda: len(got) > 10, 30)
     (process,) = _engine_processes()
     process.suspend()
-    try:
-        assert wait_until(lambda: bool(got[-1].error), 30)
-        assert "stall_s" in (got[-1].error or "")
-        assert not engine.alive
-    finally:
-        process.resume()
-    lab.vllm.close()
+    assert wait_until(lambda: bool(got[-1].error), 40)
+    assert "stall_s" in (got[-1].error or "")
+    assert not engine.alive
+    lab.vllm.close()  # it hangs still
     assert _engine_processes() == []
 
 

@@ -52,20 +52,39 @@ def test_a_gpu_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -
         check(settings_of(place, model={"device": "cuda"}))
 
 
-@pytest.mark.parametrize(("replicas", "enough"), [(1, True), (2, False)])
+@pytest.mark.parametrize(
+    ("gpus", "tree", "fits", "waiting"),
+    [
+        (1, {"engine": {"gpus": 0.6}, "verifier": {"gpus": 0.4}}, True, 0),
+        (1, {"server": {"fastpath_replicas": 2}, "engine": {"gpus": 0.6}}, False, 0),
+        (2, {"server": {"fastpath_replicas": 3}, "engine": {"gpus": 0.6}}, False, 0),
+        (2, {"server": {"fastpath_replicas": 4}, "engine": {"gpus": 0.5}}, True, 1),
+        (1, {"server": {"fastpath_replicas": 10}, "engine": {"gpus": 0.1}}, True, 1),
+        (1, {"engine": {"gpus": 1.0}}, True, 1),
+        (1, {"server": {"verifiers": 2}}, True, 1),
+        (1, {"engine": {"gpus": 1.0}, "server": {"verifiers": 0}}, True, 0),
+        (2, {"engine": {"gpus": 2}, "server": {"verifiers": 0}}, True, 0),
+        (1, {"engine": {"gpus": 2}}, False, 0),
+        (2, {"engine": {"kind": "vllm", "gpus": 1, "vllm": {"tensor_parallel_size": 2}}}, True, 1),
+        (1, {"engine": {"kind": "vllm", "gpus": 1, "vllm": {"tensor_parallel_size": 2}}}, False, 0),
+    ],
+    ids=str,
+)
 def test_gpus_that_ray_would_wait_for(
-    place: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, enough: bool
+    place: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, tree: dict[str, Any], fits: bool, waiting: int
 ) -> None:
+    """Without them no replica can start. A verifier may come later: best effort is served until then."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    server = {"fastpath_replicas": replicas, "verifiers": 1}
-    shares = {"engine": {"gpus": 0.6}, "verifier": {"gpus": 0.4}}
-    asked = settings_of(place, model={"device": "cuda"}, server=server, **shares)
-    if enough:
-        check(asked)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    said: list[str] = []
+    asked = settings_of(place, model={"device": "cuda"}, **tree)
+    if fits:
+        check(asked, said.append)
+        assert [line.split()[0] for line in said] == [str(waiting)] * (waiting > 0)
         return
-    with pytest.raises(LaunchFailed, match=r"1\.2 GPUs for replicas .*0\.4 for verifiers.* has 1"):
-        check(asked)
+    with pytest.raises(LaunchFailed, match=f"do not fit on this machine, which has {gpus}"):
+        check(asked, said.append)
 
 
 def deployment(status: str, message: str) -> SimpleNamespace:
@@ -73,20 +92,46 @@ def deployment(status: str, message: str) -> SimpleNamespace:
 
 
 TRACEBACK = """The deployment failed to start 3 times in a row. Error:
-ray::ServeReplica:llm42:FastPath.initialize_and_get_metadata() (pid=1)
+\x1b[36mray::ServeReplica:llm42:FastPath.initialize_and_get_metadata()\x1b[39m (pid=1)
 RuntimeError: Traceback (most recent call last):
   File "replica.py", line 3, in initialize
     raise error
-llm42.engine.vllm_options.EngineUnavailable: vLLM 0.27.0 did not start: ValueError: no such argument
+    ^^^^^^^^^^^
+"""
+ONE_LINE = (
+    "llm42.engine.vllm_options.EngineUnavailable: vLLM 0.27.0 did not start: ValueError: no such argument"
+)
+SEVERAL = """llm42.engine.vllm_options.EngineUnavailable: vLLM did not start: 1 error for ModelConfig
+  Value error, there is no such dtype
+    For further information visit https://errors.example
+Note: it is the last line
 """
 
 
-def test_a_failed_deployment_says_why() -> None:
+@pytest.mark.parametrize(
+    ("message", "status", "said"),
+    [
+        (TRACEBACK + ONE_LINE, "DEPLOY_FAILED", ONE_LINE.removeprefix("llm42.engine.vllm_options.")),
+        (
+            TRACEBACK + SEVERAL,
+            "DEPLOY_FAILED",
+            "EngineUnavailable: vLLM did not start: 1 error for ModelConfig Value error, there is no such"
+            " dtype For further information visit https://errors.example Note: it is the last line",
+        ),
+        (TRACEBACK + "AssertionError", "UNHEALTHY", "AssertionError"),
+        (
+            "1 replica waits for resources: {'GPU': 1.0}",
+            "UPDATING",
+            "1 replica waits for resources: {'GPU': 1.0}",
+        ),
+        ("", "DEPLOY_FAILED", "Failed to update the deployments ['FastPath']."),
+    ],
+    ids=["one line", "several", "no words", "waiting", "nothing"],
+)
+def test_a_failed_deployment_says_why(message: str, status: str, said: str) -> None:
     deployments = {
         "Ingress": deployment("HEALTHY", "x.Error: not this"),
-        "FastPath": deployment("DEPLOY_FAILED", TRACEBACK),
+        "FastPath": deployment(status, message),
     }
     app = SimpleNamespace(message="Failed to update the deployments ['FastPath'].", deployments=deployments)
-    assert cause_of(app) == "EngineUnavailable: vLLM 0.27.0 did not start: ValueError: no such argument"
-    deployments["FastPath"].message = "something else"
-    assert cause_of(app) == app.message
+    assert cause_of(app) == said

@@ -17,6 +17,7 @@ from fake_vllm import request_of
 from benchmarks.random_model import SMALL_64
 from kernels.rmsnorm import carried_launch
 from llm42.config import Settings
+from llm42.engine import vllm_connection
 from llm42.engine.build import load_tokenizer
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import check_version
@@ -99,7 +100,7 @@ def test_logprobs() -> None:
 
 def test_finish_reasons() -> None:
     assert [finish_of(r) for r in (None, "stop", "length")] == [None, FinishReason.STOP, FinishReason.LENGTH]
-    with pytest.raises(ValueError, match="error"):
+    with pytest.raises(RuntimeError, match="error"):
         finish_of("error")
 
 
@@ -180,7 +181,8 @@ def test_engine_arguments() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("scheduling_policy", "depends"), ("enable_prefix_caching", "depends"), ("model", "model.path"),
+        ("scheduling_policy", "depends"), ("enable_prefix_caching", "depends"),
+        ("model", "model.path"), ("tensor_parallel_size", "says it"), ("pipeline_parallel_size", "one node"),
         ("speculative_config", "min_p"), ("spec_method", "min_p"), ("runner", "text"),
         ("pooler_config", "text"), ("logprobs_mode", "raw logits"), ("max_logprobs", "20"),
         ("data_parallel_size", "fastpath_replicas"), ("data_parallel_backend", "fastpath_replicas"),
@@ -229,6 +231,35 @@ def test_a_broken_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # what an import that fails leaves behind
     with pytest.raises(EngineUnavailable, match="cannot be imported"):
         VllmEngine(settings_of()).start()
+
+
+def started(monkeypatch: pytest.MonkeyPatch, facts: Any) -> tuple[str, list[str]]:
+    """What `connect` raises when vLLM has started and something after that goes wrong, and what was ended."""
+    ended: list[str] = []
+    guard = SimpleNamespace(close=lambda: ended.append("guard"), ready=lambda: ended.append("ready"))
+    llm = SimpleNamespace(vllm_config=None, shutdown=lambda: ended.append("vllm"))
+    for name, value in {
+        "check_installed": lambda: "0.27.0", "model_directory": lambda _: "/m", "Guard": lambda: guard,
+        "engine_arguments": lambda *_: {}, "_start": lambda *_: llm, "_facts": facts,
+        "_connector": lambda: lambda *_: SimpleNamespace(), "config_of": lambda _model: SMALL_64,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(vllm_connection, name, value)
+    try:
+        vllm_connection.connect(settings_of())
+    except EngineUnavailable as error:
+        return str(error), ended
+    return "", ended
+
+
+def test_a_start_that_fails_late_leaves_no_vllm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab = SMALL_64.vocab_size
+    assert started(monkeypatch, lambda *_: {"vocab_size": vocab}) == ("", ["ready"])
+    text, ended = started(monkeypatch, lambda *_: {"vocab_size": vocab + 1})
+    assert f"{vocab + 1} token ids" in text
+    assert ended == ["vllm", "guard"]
+    text, ended = started(monkeypatch, lambda *_: {}["x"])
+    assert "KeyError" in text
+    assert ended == ["vllm", "guard"]
 
 
 def test_vllm_is_imported_only_when_an_engine_starts() -> None:
