@@ -57,9 +57,8 @@ def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
 
     engine, server, found = settings.engine, settings.server, torch.cuda.device_count()
     parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
-    free, left = [1.0] * found, server.fastpath_replicas * parallel
-    left = _place(free, left, engine.gpus)
-    if left:
+    free = [1.0] * found
+    if _place(free, server.fastpath_replicas * parallel, engine.gpus):
         raise LaunchFailed(
             f"{server.fastpath_replicas} replicas (server.fastpath_replicas) of {parallel} x {engine.gpus:g}"
             f" GPUs (engine.gpus) do not fit on this machine, which has {found}"
