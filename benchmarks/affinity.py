@@ -2,7 +2,7 @@
 
 python -m benchmarks.affinity [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIRECTORY]
 
-The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT); vLLM inherits it.
+Start the process without cuBLAS workspace (llm42_kernels.linear.CUBLAS_ENVIRONMENT); vLLM inherits it.
 Every deterministic output is compared with the oracle, the verifier decoding alone. `sampled` is a run at
 temperature 0.8 with the canonical sampler's proposals (engine.vllm.sampled_agreement). A part that is not run
 is taken from the result that is in DIRECTORY. --wide: random weights in the shape of Llama 3 8B (hidden size
@@ -25,12 +25,12 @@ from typing import Any
 from benchmarks.random_model import LLAMA_8B, write_random
 from benchmarks.report import RESULTS, Figure, report
 from benchmarks.vllm_setup import prompts_of
-from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.affinity import chat_prompts
 from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 from llm42.tokenizer import Tokenizer
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 OUTPUT = 512
 LOADS = {64: 64, 8: 16, 1: 2}

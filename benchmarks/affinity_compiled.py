@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.rmsnorm import TIMED_BEYOND
 from llm42.engine.vllm_options import FIXED_COMPILATION
 from llm42.models.weights import LoadedModel
+from llm42_kernels.rmsnorm import TIMED_BEYOND
 
 CHUNK = 512
 """Rows of a product at most: the row counts for which equality was measured."""

@@ -27,15 +27,15 @@ from benchmarks.affinity_flash import attend
 from benchmarks.affinity_forward import linear
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import LLAMA_8B, SMALL_64, random_model
-from kernels.attention_flash import flash_shape, make_attention
-from kernels.cuda import candidates, cuda_operators
-from kernels.rmsnorm import launch_sum_norm
-from kernels.silu_mul import silu_mul_library_exp
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
 from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
 from llm42.verifier.cuda_runner import CudaRunner
+from llm42_kernels.attention_flash import flash_shape, make_attention
+from llm42_kernels.cuda import candidates, cuda_operators
+from llm42_kernels.rmsnorm import launch_sum_norm
+from llm42_kernels.silu_mul import silu_mul_library_exp
 
 SHAPES = ((9, 3, 64), (14, 2, 64), (32, 8, 64), (32, 8, 128), (28, 4, 128), (16, 2, 128))
 ENDS = (48, 130, 193, 600, 2000, 4096)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import graph_ms
-from kernels.attention import AttentionShape, Tile, TritonAttention
+from llm42_kernels.attention import AttentionShape, Tile, TritonAttention
 
 SHAPES = ((9, 3, 64), (32, 8, 128), (14, 2, 64), (32, 8, 64))
 LONGEST = (1, 2, 4, 8, 16, 21, 22, 32, 64, 128, 1024)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from benchmarks.affinity_compiled import CHUNK, Compiled
 from benchmarks.affinity_kernels import norm, silu_mul
-from kernels.attention import TritonAttention
-from kernels.linear import lm_head_cublas_into
-from kernels.rmsnorm import launch_sum_norm, rms_norm_triton
-from kernels.rotary import rotary_triton
-from kernels.silu_mul import silu_mul_triton
 from llm42.models.weights import LayerWeights, LoadedModel
 from llm42.verifier.cuda_runner import attention_shape
+from llm42_kernels.attention import TritonAttention
+from llm42_kernels.linear import lm_head_cublas_into
+from llm42_kernels.rmsnorm import launch_sum_norm, rms_norm_triton
+from llm42_kernels.rotary import rotary_triton
+from llm42_kernels.silu_mul import silu_mul_triton
 
 PAGE = 16
 
@@ -28,7 +28,7 @@ class Variant:
     "custom" (vLLM's own kernels, activation and rotary too), "compiled" (the layer as inductor compiles it).
     attention: "triton", "rows" (FlashAttention 3, every row a sequence), "mixed" (prompts as chunks).
     logits: "float32", "activation" (a product with rounded output), "rounded" (float32, then rounded).
-    launches: of the norms of "chain", as kernels.rmsnorm.carried_launch gives them, for the first norm, the
+    launches: of the norms of "chain", as rmsnorm.carried_launch gives them, for the first norm, the
     one after attention, the one after the MLP and the final one; None: one block, `warps`."""
 
     norms: str = "rounded"

@@ -6,7 +6,7 @@ vLLM runs in a process of its own for each configuration (benchmarks/affinity_vl
 compares products of the library at many row counts with those at 64 rows, and the norms of a compiled graph
 with every launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV
 are scored by variants of the verifier's forward pass. OUT/h200-affinity-operators.json is written as each
-part ends. The process must be started without cuBLAS workspace (kernels.linear.CUBLAS_ENVIRONMENT)."""
+part ends. The process must be started without cuBLAS workspace (llm42_kernels.linear.CUBLAS_ENVIRONMENT)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from benchmarks.affinity_vllm import compiled_kernels
 from benchmarks.random_model import LLAMA_8B, write_random
 from benchmarks.report import Figure, report
 from benchmarks.vllm_setup import prompts_of
-from kernels.linear import lm_head_cublas_into
-from kernels.rmsnorm import launch_sum_norm
-from kernels.silu_mul import silu_mul_library_exp
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
 from llm42.models.load import load_model
 from llm42.tokenizer import Tokenizer
+from llm42_kernels.linear import lm_head_cublas_into
+from llm42_kernels.rmsnorm import launch_sum_norm
+from llm42_kernels.silu_mul import silu_mul_library_exp
 
 VOCAB = 49152
 ROWS = (1, 2, 8, 16, 17, 32, 65, 128, 200, 256, 512, 1024, 2048, 4096, 8192)
@@ -173,7 +173,7 @@ def reductions_of(kernels: list[dict[str, Any]]) -> list[tuple[str, str, list[st
 
 
 def figures_of(results: dict[str, Any]) -> dict[str, Figure]:
-    """The launch of kernels.rmsnorm against vLLM with the compilation that the service asks for."""
+    """The launch of llm42_kernels.rmsnorm against vLLM with the compilation that the service asks for."""
     if "flips_per_1000" not in results.get("fixed", {}).get("hhhh", {}):
         return {}
     found = results["fixed"]["hhhh"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import graph_ms
-from kernels.attention import AttentionShape, Tile, TritonAttention, _upload, paged_reference
-from kernels.attention_flash import make_attention
+from llm42_kernels.attention import AttentionShape, Tile, TritonAttention, _upload, paged_reference
+from llm42_kernels.attention_flash import make_attention
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 4
 CASES = {  # name: (sequences, rows each, context before the rows)

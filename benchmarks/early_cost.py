@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Figure, arguments, report
-from kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 PROMPT, OUTPUT, MAX_LEN, VOCAB = 1024, 256, 2048, 128256
 KV_TOKENS = 256 * (PROMPT + OUTPUT + 128)
@@ -39,10 +39,10 @@ VERIFIER_ROWS_S = 35_600
 def verifier_process(pipe: Pipe) -> None:
     """Serves (number, windows) with (number, commits) until None comes."""
     from benchmarks.random_model import LLAMA_8B, random_model
-    from kernels.cuda import cuda_operators
     from llm42.cache import BlockPool, KVCache
     from llm42.verifier.core import Verifier
     from llm42.verifier.cuda_runner import CudaRunner
+    from llm42_kernels.cuda import cuda_operators
 
     model, c = random_model(LLAMA_8B, max_len=MAX_LEN), LLAMA_8B
     kv = KVCache(c.num_layers, KV_TOKENS // 128, 128, c.num_kv_heads, c.head_dim, model.dtype, "cuda")

@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 GRAPHS = json.dumps(
     {

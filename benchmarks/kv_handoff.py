@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source, from_files, random_8b
 from benchmarks.report import Figure, report
-from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.threads import set_threads
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 RANDOM_8B = "random-8b"
 LENGTHS = (5, 64, 150, 257, 400)

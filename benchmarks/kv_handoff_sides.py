@@ -96,8 +96,8 @@ class Source:
 
 def _runner(model: LoadedModel, kv: KVCache, buckets: tuple[int, ...], max_len: int) -> Any:
     if model.device == "cuda":
-        from kernels.cuda import cuda_operators
         from llm42.verifier.cuda_runner import CudaRunner
+        from llm42_kernels.cuda import cuda_operators
 
         return CudaRunner(model, cuda_operators(), kv, buckets, max_len)
     from llm42.verifier.certify import canonical_set

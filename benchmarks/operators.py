@@ -9,13 +9,13 @@ from functools import partial
 import torch
 
 from benchmarks.timing import graph_ms
-from kernels.gpu.elementwise import silu_mul_kernel
-from kernels.gpu.launch import STRICT
-from kernels.kv_write import launch_qkv
-from kernels.rmsnorm import launch_rms_norm
-from kernels.rotary import cos_sin_table
-from kernels.sampling import row_stats
-from kernels.silu_mul import launch_silu_mul
+from llm42_kernels.gpu.elementwise import silu_mul_kernel
+from llm42_kernels.gpu.launch import STRICT
+from llm42_kernels.kv_write import launch_qkv
+from llm42_kernels.rmsnorm import launch_rms_norm
+from llm42_kernels.rotary import cos_sin_table
+from llm42_kernels.sampling import row_stats
+from llm42_kernels.silu_mul import launch_silu_mul
 
 N = 32
 WIDTH = 14336

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.rotary import cos_sin_table
 from llm42.models.config import ModelConfig
 from llm42.models.export import config_json
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights, expected_shapes
 from llm42.tokenizer import Tokenizer
+from llm42_kernels.rotary import cos_sin_table
 
 ROPE = RopeSettings(theta=500000.0)
 LLAMA_8B = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, ROPE, 131072)

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 
 from deployments.verifier_actor import VerifierActor
-from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42 import config
 from llm42.config import Settings
 from llm42.fingerprint import code_hash, source_hash
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 NAMESPACE = "llm42"
 _DETACHED: dict[str, Any] = {

@@ -156,9 +156,9 @@ def measure_affinity(
 ) -> AffinityReport:
     """Runs the configured fast path under load, replays its outputs, and compares operators where this
     process can see them. Raises LLM42Error."""
-    from kernels.cpu import cpu_operators
     from llm42.embedded import Embedded
     from llm42.engine.torch_engine import TorchEngine
+    from llm42_kernels.cpu import cpu_operators
 
     with Embedded(settings, True, progress) as embedded:
         verifier = embedded.verifier

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.operators import Operators
 from llm42.cache import KVCache
 from llm42.config import Settings
 from llm42.engine.batch import BatchRunner, Rows
@@ -22,6 +21,7 @@ from llm42.protocol import SamplingParams
 from llm42.verifier.certify import canonical_set
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.operators import Operators
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kernels.cpu import cpu_operators
-from kernels.linear import batch_dependent
-from kernels.operators import Operators
 from llm42.config import Settings, engine_threads
 from llm42.driver import Generator
 from llm42.embedded import Reporting
@@ -23,6 +20,9 @@ from llm42.observe import Observed
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42_kernels.cpu import cpu_operators
+from llm42_kernels.linear import batch_dependent
+from llm42_kernels.operators import Operators
 
 PROMPTS = (
     "Why is the sky blue?",

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import deployments
-import kernels
 import llm42
+import llm42_kernels
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 
@@ -72,7 +72,7 @@ REQUEST_CODE = ("translate.py", "openai_types.py", "prompts.py", "messages.py")
 def code_hash() -> str:
     """Hash over the source of the kernels and of everything that makes an output of a request."""
     package, service = Path(llm42.__file__).parent, Path(deployments.__file__).parent
-    roots = [Path(kernels.__file__).parent if name == "kernels" else package / name for name in CODE]
+    roots = [Path(llm42_kernels.__file__).parent if name == "kernels" else package / name for name in CODE]
     return source_hash([*roots, *(service / name for name in REQUEST_CODE)])
 
 

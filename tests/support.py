@@ -18,8 +18,6 @@ from safetensors.torch import save_file
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from kernels.cpu import cpu_operators
-from kernels.linear import batch_dependent
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.driver import Generator, VerifierClient
@@ -43,6 +41,8 @@ from llm42.verifier.build import certificate_for, load_for
 from llm42.verifier.certify import Certificate, canonical_set
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
+from llm42_kernels.cpu import cpu_operators
+from llm42_kernels.linear import batch_dependent
 
 VOCAB = 512
 END = 0

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.operators import Operators
 from llm42.cache import KVCache, slot_ids
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
+from llm42_kernels.operators import Operators
 
 NEG_INF = float("-inf")
 

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-from kernels.cpu import cpu_operators
-from kernels.cuda import cuda_operators
-from kernels.operators import Operators
 from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings, engine_threads
 from llm42.engine.base import EngineLoad, EngineOutput, Sink
@@ -29,6 +26,9 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 from llm42.sampling import draw, token_logprob
 from llm42.threads import device_lost, set_threads
+from llm42_kernels.cpu import cpu_operators
+from llm42_kernels.cuda import cuda_operators
+from llm42_kernels.operators import Operators
 
 log = logging.getLogger(__name__)
 

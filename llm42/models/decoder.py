@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.operators import Operators
 from llm42.models.weights import LoadedModel
+from llm42_kernels.operators import Operators
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]) -> [T, Hq * D]; writes k, v into the KV cache."""

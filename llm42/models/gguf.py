@@ -1,7 +1,7 @@
 """GGUF files through the `gguf` library: configuration and dequantised tensors under Hugging Face names.
 
 llama.cpp stores the query and key rows of llama-architecture models interleaved (pairs side by side);
-`GGUFSource` undoes that: kernels/rotary.py uses the half-split layout of Hugging Face checkpoints.
+`GGUFSource` undoes that: llm42_kernels/rotary.py uses the half-split layout of Hugging Face checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights of a Llama-type decoder, and how they are assembled from a file's tensors.
 
 Rounding: every tensor is rounded once to the activation dtype (so that a value does not depend on where it is
-stored); weights are then kept in `kernels.operators.storage_dtype`: on CPU float32, for float32 products.
+stored); weights are then kept in `operators.storage_dtype`: on CPU float32, for float32 products.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.operators import storage_dtype
-from kernels.rotary import cos_sin_table
 from llm42.models.config import ModelConfig
 from llm42.models.errors import ModelFileError
+from llm42_kernels.operators import storage_dtype
+from llm42_kernels.rotary import cos_sin_table
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class ModelWeights:
     layers: list[LayerWeights]
     final_norm: Tensor  # [H]
     lm_head: Tensor  # [V, H]
-    cos_sin: Tensor  # [P, D] float32, kernels.rotary
+    cos_sin: Tensor  # [P, D] float32, llm42_kernels.rotary
 
 
 @dataclass(slots=True)

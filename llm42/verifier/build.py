@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from kernels.linear import rounded_head
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
@@ -28,6 +27,7 @@ from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.golden import golden_answers_now
 from llm42.verifier.plan import Runner
+from llm42_kernels.linear import rounded_head
 
 
 def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:

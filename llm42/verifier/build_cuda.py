@@ -1,6 +1,6 @@
 """The CUDA half of llm42/verifier/build.py: certification and runner of a model on a GPU.
 
-The process must be started with the environment of kernels.linear.CUBLAS_ENVIRONMENT. Memory: weights, KV
+The process must start with the environment of llm42_kernels.linear.CUBLAS_ENVIRONMENT. Memory: weights, KV
 (verifier.kv_tokens), logits of the largest bucket and a work area. Beside vLLM on one GPU start the verifier
 first: vLLM's gpu_memory_utilization counts what is already in use, so that it takes the rest and no more.
 """
@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from kernels import cuda
-from kernels.rotary import cos_sin_table_rounded
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.verifier.certify import Certificate, Progress
 from llm42.verifier.plan import Runner
+from llm42_kernels import cuda
+from llm42_kernels.rotary import cos_sin_table_rounded
 
 log = logging.getLogger(__name__)
 

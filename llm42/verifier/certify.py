@@ -19,9 +19,6 @@ from typing import Any
 
 import torch
 
-from kernels import attention_cpu, cpu
-from kernels.attention_cpu import StepAttention
-from kernels.operators import Operators
 from llm42.cache import KVCache
 from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
@@ -33,6 +30,9 @@ from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plants import PLANTS
 from llm42.verifier.step_checks import check_attention, check_model, check_sampling
 from llm42.verifier.subjects import subjects
+from llm42_kernels import attention_cpu, cpu
+from llm42_kernels.attention_cpu import StepAttention
+from llm42_kernels.operators import Operators
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of
-kernels/cuda.py.
+llm42_kernels/cuda.py.
 
 For each operator the providers are tried in order of speed and the first that passes at every step size is
 used: no bucket is dropped here, because a K-ordered provider exists for every operator. If none passes,
 CertificationFailed names the operator. Plants break one operator; `split-k` needs no code: start the
-process without the environment of kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
+process without llm42_kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
 and cuBLAS itself is the violation."""
 
 from __future__ import annotations
@@ -18,12 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import cuda
-from kernels.attention import AttentionShape
-from kernels.linear import check_cublas_environment
-from kernels.operators import Operators, RMSNorm
-from kernels.rmsnorm import launch_sum_norm
-from kernels.sampling import restrict
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
@@ -41,6 +35,12 @@ from llm42.verifier.checks_cuda import (
 from llm42.verifier.cuda_runner import ATTENTION, CudaRunner
 from llm42.verifier.cuda_sampler import sample_step_device
 from llm42.verifier.step_checks import check_sampling
+from llm42_kernels import cuda
+from llm42_kernels.attention import AttentionShape
+from llm42_kernels.linear import check_cublas_environment
+from llm42_kernels.operators import Operators, RMSNorm
+from llm42_kernels.rmsnorm import launch_sum_norm
+from llm42_kernels.sampling import restrict
 
 ATTENTION_PLANTS: dict[str, Callable[[AttentionShape, torch.device], Attention]] = {
     "attention-split": split_with_companions,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.attention import SEGMENT, AttentionShape, Tile
-from kernels.attention_flash import make_attention
 from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
 from llm42.verifier.checks import Tally, Violation, same_bits
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention import SEGMENT, AttentionShape, Tile
+from llm42_kernels.attention_flash import make_attention
 
 NAN = float("nan")
 Span = tuple[int, int, list[int]]

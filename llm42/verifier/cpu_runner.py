@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention_cpu import TILE, QueryRows, StepAttention, attention_step
-from kernels.operators import Operators
 from llm42.cache import KVCache, slot_ids
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Sampled, StepSampler, sample_step
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention_cpu import TILE, QueryRows, StepAttention, attention_step
+from llm42_kernels.operators import Operators
 
 PAD_TOKEN = 0
 

@@ -2,7 +2,7 @@
 points.
 
 Fused: residual add + RMSNorm (in place on the residual stream), q/k norm + rotary + KV write. Where the
-residual is rounded is the choice of the RMSNorm provider (kernels/rmsnorm.py). Everything is launched on the
+residual is rounded is the choice of the RMSNorm provider (rmsnorm.py there). Everything is launched on the
 current stream and may be captured into a CUDA graph; work lists are read from device memory."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention import Sources, TritonAttention
-from kernels.kv_write import launch_qkv
-from kernels.operators import Operators
-from kernels.rmsnorm import launch_rms_norm, launch_sum_norm
-from kernels.silu_mul import launch_silu_mul
 from llm42.cache import KVCache
 from llm42.models.weights import LayerWeights, LoadedModel
+from llm42_kernels.attention import Sources, TritonAttention
+from llm42_kernels.kv_write import launch_qkv
+from llm42_kernels.operators import Operators
+from llm42_kernels.rmsnorm import launch_rms_norm, launch_sum_norm
+from llm42_kernels.silu_mul import launch_silu_mul
 
 
 class CudaForward:

@@ -19,11 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionShape, Tile
-from kernels.attention_flash import flash_shape, make_attention
-from kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment, round_in_place
-from kernels.operators import Operators
-from kernels.sampling import RowStats, row_stats
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
@@ -31,6 +26,11 @@ from llm42.verifier.cuda_forward import CudaForward
 from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sampled
 from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention import AttentionShape, Tile
+from llm42_kernels.attention_flash import flash_shape, make_attention
+from llm42_kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment, round_in_place
+from llm42_kernels.operators import Operators
+from llm42_kernels.sampling import RowStats, row_stats
 
 VARIANTS = ("L", "S", "LS", "Lc", "Sc", "LSc")
 PARTIALS = 256

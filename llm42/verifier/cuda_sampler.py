@@ -12,9 +12,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kernels.sampling import RowStats, gumbel_argmax, logprobs_of, noise_keys, restrict, row_stats, top_tokens
 from llm42.protocol import SamplingParams, TokenLogprob
 from llm42.sampling import Draw, Sampled, is_greedy
+from llm42_kernels.sampling import (
+    RowStats,
+    gumbel_argmax,
+    logprobs_of,
+    noise_keys,
+    restrict,
+    row_stats,
+    top_tokens,
+)
 
 ROWS_AT_ONCE = 64
 """Rows sorted together: bounds the memory of a sort over the vocabulary."""

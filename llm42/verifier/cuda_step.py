@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention_plan import ITEM_FIELDS, Planner
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention_plan import ITEM_FIELDS, Planner
 
 PAD_TOKEN = 0
 COUNTS = 8

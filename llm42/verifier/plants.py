@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention_cpu import QueryRows, StepAttention
-from kernels.operators import Linear, RMSNorm
 from llm42.sampling import Draw, Sampled, StepSampler
+from llm42_kernels.attention_cpu import QueryRows, StepAttention
+from llm42_kernels.operators import Linear, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)

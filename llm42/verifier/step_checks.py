@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.attention_cpu import QueryRows, StepAttention
 from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, StepSampler
 from llm42.verifier.checks import Tally, Violation, same_bits
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention_cpu import QueryRows, StepAttention
 
 NAN = float("nan")
 PROBE_LENGTHS = (40, 150, 1100)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.operators import Operators
 from llm42.models.weights import LoadedModel
 from llm42.verifier.checks import RowSubject
+from llm42_kernels.operators import Operators
 
 Make = Callable[[int, torch.Generator], Tensor]
 

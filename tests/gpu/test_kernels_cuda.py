@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import kv_write, linear, rmsnorm, rotary, silu_mul
-from kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
 from llm42.engine.agreement import leave_only_drawn, warm_up
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw
 from llm42.verifier.cuda_runner import attention_shape
+from llm42_kernels import kv_write, linear, rmsnorm, rotary, silu_mul
+from llm42_kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
 
 SHAPES = [(6144, 4096), (4096, 14336), (1152, 576), (576, 1536)]
 

@@ -10,8 +10,6 @@ import torch
 
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import SMALL_64, SMALL_96, SMALL_QK, random_model
-from kernels.attention import Tile, TritonAttention
-from kernels.cuda import cuda_operators
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
 from llm42.protocol import SamplingParams
@@ -20,6 +18,8 @@ from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
 from llm42.verifier.cuda_runner import CudaRunner, OutOfDeviceMemory, memory_advice
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention import Tile, TritonAttention
+from llm42_kernels.cuda import cuda_operators
 
 BUCKETS = (1, 8, 64, 256)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from benchmarks.random_model import SMALL_64, random_model
-from kernels.cuda import cuda_operators
 from llm42.cache import BlockPool, KVCache
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.verifier.core import Verifier
 from llm42.verifier.cuda_runner import CudaRunner
 from llm42.verifier.plan import PipelinedRunner
+from llm42_kernels.cuda import cuda_operators
 
 BUCKETS = (1, 8, 64, 256)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import rmsnorm, silu_mul
-from kernels.attention import paged_reference
-from kernels.attention_flash import UnsupportedHeadSize, flash_shape, make_attention
-from kernels.attention_plan import AttentionShape
-from kernels.cuda import candidates, cuda_operators
 from llm42.models.rope import RopeSettings
+from llm42_kernels import rmsnorm, silu_mul
+from llm42_kernels.attention import paged_reference
+from llm42_kernels.attention_flash import UnsupportedHeadSize, flash_shape, make_attention
+from llm42_kernels.attention_plan import AttentionShape
+from llm42_kernels.cuda import candidates, cuda_operators
 from tests.interpreter.cases_attention import Sequences
 from tests.interpreter.cases_model import DIM, HEADS, KV_HEADS, VOCAB, Harness, _model, _rows
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import attention
-from kernels.attention import AttentionShape, Planner, Tile, TritonAttention, paged_reference
+from llm42_kernels import attention
+from llm42_kernels.attention import AttentionShape, Planner, Tile, TritonAttention, paged_reference
 
 LARGE, SMALL = Tile(32, 4, 2, 1), Tile(16, 1, 2, 1)
 
@@ -116,7 +116,7 @@ def test_nan_of_a_companion_and_of_later_tokens_stays_away() -> None:
     s.k[slot], s.v[slot] = (
         float("nan"),
         0.0,
-    )  # as kernels/kv_write.py stores a token whose value is not finite
+    )  # as llm42_kernels/kv_write.py stores a token whose value is not finite
     dirty = s.rows([(0, 20, 40), (1, 20, 40)])
     assert torch.equal(clean[:70], dirty[:70]) and dirty[70:].isnan().all()
 

@@ -6,12 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention import AttentionShape, Tile
-from kernels.attention_flash import make_attention
-from kernels.cpu import cpu_operators
-from kernels.cuda import cuda_operators
-from kernels.operators import Operators
-from kernels.sampling import row_stats
 from llm42.cache import KVCache
 from llm42.engine import agreement
 from llm42.models.config import ModelConfig
@@ -30,6 +24,12 @@ from llm42.verifier.cuda_sampler import (
 )
 from llm42.verifier.cuda_step import Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
+from llm42_kernels.attention import AttentionShape, Tile
+from llm42_kernels.attention_flash import make_attention
+from llm42_kernels.cpu import cpu_operators
+from llm42_kernels.cuda import cuda_operators
+from llm42_kernels.operators import Operators
+from llm42_kernels.sampling import row_stats
 
 BLOCK, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 16, 4, 2, 64, 128, 301
 TRITON = {"linear": "triton", "lm_head": "triton"}
@@ -66,7 +66,7 @@ def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
         )
         for _ in range(2)
     ]  # fmt: skip
-    from kernels.rotary import cos_sin_table
+    from llm42_kernels.rotary import cos_sin_table
 
     table = cos_sin_table(config.inv_freq(), 512)
     weights = ModelWeights(w(VOCAB, HIDDEN), layers, norm(HIDDEN), w(VOCAB, HIDDEN), table)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels import kv_write, linear, rmsnorm, rotary, silu_mul
+from llm42_kernels import kv_write, linear, rmsnorm, rotary, silu_mul
 
 DTYPES = [torch.float16, torch.bfloat16]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.sampling import (
+from llm42.protocol import SamplingParams
+from llm42.sampling import draw, sample_row, token_logprob
+from llm42_kernels.sampling import (
     gumbel_argmax,
     integer_cumsum,
     logprobs_of,
@@ -13,8 +15,6 @@ from kernels.sampling import (
     row_stats,
     top_tokens,
 )
-from llm42.protocol import SamplingParams
-from llm42.sampling import draw, sample_row, token_logprob
 
 VOCAB = 5003  # two chunks, the last one ragged
 

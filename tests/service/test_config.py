@@ -13,8 +13,8 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.app import build
 from deployments.launch import absolute, read_serve_config
 from deployments.preflight import LaunchFailed, require_free_port
-from kernels.linear import CUBLAS_ENVIRONMENT
 from llm42.config import Settings
+from llm42_kernels.linear import CUBLAS_ENVIRONMENT
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from kernels import linear, rmsnorm, rotary, silu_mul
-from kernels.operators import Operators
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
+from llm42_kernels import linear, rmsnorm, rotary, silu_mul
+from llm42_kernels.operators import Operators
 
 OPERATORS = Operators(
     linear.linear_mkl,

@@ -8,9 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.cpu import cpu_operators
-from kernels.linear import rounded_head
-from kernels.operators import Operators
 from llm42 import fingerprint as fp
 from llm42.affinity import Output, replay_outputs
 from llm42.affinity_trace import first_difference
@@ -20,6 +17,9 @@ from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
+from llm42_kernels.cpu import cpu_operators
+from llm42_kernels.linear import rounded_head
+from llm42_kernels.operators import Operators
 
 SETTINGS = Settings.load({"verifier": {"buckets": [16, 64], "kv_tokens": 2048, "certificate_dir": None}})
 PROMPT = tuple(range(200, 230))

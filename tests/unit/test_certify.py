@@ -16,7 +16,6 @@ from model_oracle import save_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
-from kernels import attention_cpu, cpu, linear
 from llm42 import fingerprint as fp
 from llm42.cli import app
 from llm42.config import Settings
@@ -35,6 +34,7 @@ from llm42.verifier.certify import (
 )
 from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.plants import PLANTS
+from llm42_kernels import attention_cpu, cpu, linear
 from tests.support import write_model
 
 CAUGHT_AS = {

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cpu import cpu_operators
 from llm42.cache import KVCache
 from llm42.config import EngineSettings, Settings
 from llm42.engine.base import EngineOutput
@@ -24,6 +23,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, SamplingParams
 from llm42.sampling import draw
 from llm42.verifier.build import load_for
+from llm42_kernels.cpu import cpu_operators
 from tests.support import Client, prompt_of, torch_threads, write_model
 
 BLOCK = 16

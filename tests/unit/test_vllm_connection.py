@@ -15,7 +15,6 @@ import pytest
 from fake_vllm import request_of
 
 from benchmarks.random_model import SMALL_64
-from kernels.rmsnorm import carried_launch
 from llm42.config import Settings
 from llm42.engine import vllm_connection
 from llm42.engine.build import load_tokenizer
@@ -25,6 +24,7 @@ from llm42.engine.vllm_options import EngineUnavailable, engine_arguments, model
 from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
 from llm42.models.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
+from llm42_kernels.rmsnorm import carried_launch
 from tests.support import PENALISED, SAMPLED, write_model
 
 GREEDY = SamplingParams()

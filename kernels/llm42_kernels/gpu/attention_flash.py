@@ -1,10 +1,10 @@
 """Body of paged attention in the order of FlashAttention 3 (Shah et al., arXiv 2407.08608) on one warpgroup.
 
-What sets the bits, and differs from kernels/gpu/attention.py: key tiles of 64 * PARTS keys at absolute
+What sets the bits, and differs from gpu/attention.py: key tiles of 64 * PARTS keys at absolute
 multiples, taken from the last one down to the first; the maximum is kept unscaled; the sum of a row is kept
 in four pieces, one for each thread that holds the row in the matrix unit's layout (columns 8 j + 2 t and
 8 j + 2 t + 1 belong to piece t), each added column by column, and the pieces are joined at the end.
-kernels/attention_flash.py says for which calls of that library this holds."""
+attention_flash.py says for which calls of that library this holds."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def flash_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """Persistent over items x KV heads; the layout of kernels/gpu/attention.py, whole contexts only."""
+    """Persistent over items x KV heads; the layout of gpu/attention.py, whole contexts only."""
     group: tl.constexpr = HEADS // KV_HEADS
     tile: tl.constexpr = PART * PARTS
     total = tl.load(item_count) * KV_HEADS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kernels import linear, rmsnorm, rotary, silu_mul
-from kernels.operators import Operators
+from llm42_kernels import linear, rmsnorm, rotary, silu_mul
+from llm42_kernels.operators import Operators
 
 PROVIDERS: dict[str, dict[str, Any]] = {
     "linear": linear.CPU_PROVIDERS,

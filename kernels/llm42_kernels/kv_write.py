@@ -27,8 +27,8 @@ def kv_write_torch(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache
 
 def kv_write_triton(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     """The same as one kernel."""
-    from kernels.gpu.elementwise import kv_write_kernel
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu.elementwise import kv_write_kernel
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, heads, dim = k.shape
     assert k.stride(1) == v.stride(1) == dim and k.stride(2) == v.stride(2) == 1
@@ -45,8 +45,8 @@ def launch_qkv(
 ) -> None:  # fmt: skip
     """qkv [T, (Hq + 2 Hk) D] -> rotated q_out [T, Hq, D] and the caches [slots, Hk, D]; q_norm, k_norm [D]
     or None."""
-    from kernels.gpu.elementwise import qkv_kernel
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu.elementwise import qkv_kernel
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, q_heads, dim = q_out.shape
     kv_heads = k_cache.shape[-2]

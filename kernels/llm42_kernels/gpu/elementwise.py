@@ -127,7 +127,7 @@ def kv_write_kernel(k, v, slots, k_cache, v_cache, k_stride, v_stride, HEADS: tl
                     BLOCK: tl.constexpr
 ):  # fmt: skip
     """Grid (rows, HEADS). A value row that is not finite is stored as zeros with its key as NaN
-    (kernels/kv_write.py)."""
+    (kv_write.py)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)

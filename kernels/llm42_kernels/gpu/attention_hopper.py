@@ -1,7 +1,7 @@
 """Body of paged attention for many query rows on Hopper: one warp loads, two warpgroups compute 64 rows
 each.
 
-The arithmetic, its order and its rounding are those of kernels/gpu/attention.py (`_update`, `merge`), on
+The arithmetic, its order and its rounding are those of gpu/attention.py (`_update`, `merge`), on
 the same register layout (64 rows x 4 warps), so the bits are the same. What differs is who waits for whom:
 keys and values of a tile are loaded once for 128 rows, by a producer that runs ahead as far as the buffers
 reach, and the two warpgroups do not wait for each other, so that one's softmax runs while the other's
@@ -94,7 +94,7 @@ def _scores(queries, k_step, k_ready, k_bufs, BLOCK_N: gl.constexpr, STAGES: gl.
 
 @gluon.jit
 def _softmax(scores, m, den, n0, pos, scale, acc_layout: gl.constexpr, MASKED: gl.constexpr):
-    """The online-softmax step of kernels/gpu/attention.py `_update`: (weights, factor for the sums so far,
+    """The online-softmax step of gpu/attention.py `_update`: (weights, factor for the sums so far,
     m, den)."""
     layout: gl.constexpr = scores.type.layout
     row_layout: gl.constexpr = gl.SliceLayout(1, acc_layout)
@@ -235,7 +235,7 @@ def _consume(
                                       k_bufs, v_bufs, v_own, bars, BLOCK_N, STAGES)  # fmt: skip
             k_step += 1
             v_step += 1
-            # kernels/gpu/attention.py `merge`; the sums so far wait in shared memory
+            # gpu/attention.py `merge`; the sums so far wait in shared memory
             if segment > first_seg:
                 before = kept.load(acc_layout)
             else:
@@ -279,7 +279,7 @@ def attention_hopper_kernel(
     SEGMENT: gl.constexpr,
     PAGE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Persistent over items x KV heads. Shapes as kernels/gpu/attention.py `attention_kernel`, tiles of 128
+    """Persistent over items x KV heads. Shapes as gpu/attention.py `attention_kernel`, tiles of 128
     rows."""
     layout: gl.constexpr = k_desc.layout
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)

@@ -57,8 +57,8 @@ CPU_PROVIDERS = {"torch": rotary_torch, "row": rotary_row}
 
 
 def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-    from kernels.gpu.elementwise import rotary_kernel
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu.elementwise import rotary_kernel
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, heads, dim = x.shape
     if x.stride(2) != 1 or x.stride(1) != dim:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.operators import by_row
+from llm42_kernels.operators import by_row
 
 
 def silu_mul_reference(x: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def silu_mul_library_exp(x: Tensor) -> Tensor:
 
 def launch_silu_mul(x: Tensor, out: Tensor, library_exp: bool = False) -> None:
     """Into a given buffer: x [T, 2 I] contiguous -> out [T, I]."""
-    from kernels.gpu.elementwise import silu_mul_kernel
-    from kernels.gpu.launch import STRICT, interpreted
+    from llm42_kernels.gpu.elementwise import silu_mul_kernel
+    from llm42_kernels.gpu.launch import STRICT, interpreted
 
     rows, width = out.shape
     block = min(2048, 1 << (width - 1).bit_length())

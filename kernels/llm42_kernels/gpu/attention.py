@@ -1,6 +1,6 @@
 """Bodies of paged attention: query tiles over fixed key segments, and the fixed-order combine.
 
-A work item is (one tile of query rows of one sequence) x (segments [first, last)); kernels/attention.py has
+A work item is (one tile of query rows of one sequence) x (segments [first, last)); attention.py has
 the plan's layout and says why no other row can change a bit."""
 # mypy: ignore-errors
 

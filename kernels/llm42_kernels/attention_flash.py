@@ -1,9 +1,9 @@
 """Paged attention with the arithmetic that FlashAttention 3 has for single query rows without splits, so that
 a verifier has the bits of a fast path that decodes with it (vLLM on Hopper).
 
-Reduction order (kernels/gpu/attention_flash.py): key tiles at absolute multiples of 192 (head size 64) or 128
+Reduction order (gpu/attention_flash.py): key tiles at absolute multiples of 192 (head size 64) or 128
 (head size 128), from the last down to the first, online softmax in base 2; no splits, whatever the context.
-The order follows from the row's position alone: row-invariant by construction, like kernels/attention.py.
+The order follows from the row's position alone: row-invariant by construction, like attention.py.
 
 That library chooses its tiles by the largest number of query rows in the batch: at head size 64, 192 keys up
 to 64 rows x heads of a group, 128 beyond. A fast path that mixes prompt chunks with decoding thus leaves this
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import Sources, TritonAttention
-from kernels.attention_plan import LOG2_E, AttentionShape, Tile
+from llm42_kernels.attention import Sources, TritonAttention
+from llm42_kernels.attention_plan import LOG2_E, AttentionShape, Tile
 
 KEY_TILE = {64: 192, 128: 128}
 """Head size -> keys in a tile."""
@@ -62,8 +62,8 @@ class FlashOrderAttention(TritonAttention):
         count: Tensor,
     ) -> None:
         """Runs the items. Arguments as TritonAttention.attend."""
-        from kernels.gpu.attention_flash import flash_kernel
-        from kernels.gpu.launch import STRICT, interpreted
+        from llm42_kernels.gpu.attention_flash import flash_kernel
+        from llm42_kernels.gpu.launch import STRICT, interpreted
 
         shape = self.shape
         keys_values = sources.tma if tile.load == "tma" else sources.tensors

@@ -19,7 +19,7 @@ The heads of a group share a tile: tile row i is (token i // G, head i % G). A t
 number of rows, padded with zeros, whatever the number of query rows. Two tile heights exist (few rows, many
 rows); a row of a matrix product does not depend on the tile's height, which certification checks on the
 device. Keys past a row's position are masked to -inf before the softmax; value slots that no row of the
-sequence has reached are read as zero, and written values are finite (kernels/kv_write.py), so 0 * NaN
+sequence has reached are read as zero, and written values are finite (kv_write.py), so 0 * NaN
 cannot occur."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention_cpu import attention_reference
-from kernels.attention_plan import ITEM_FIELDS, SEGMENT, AttentionShape, Plan, Planner, Tile
+from llm42_kernels.attention_cpu import attention_reference
+from llm42_kernels.attention_plan import ITEM_FIELDS, SEGMENT, AttentionShape, Plan, Planner, Tile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,7 +63,7 @@ class TritonAttention:
     synchronises)."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, partials: int = 512) -> None:
-        from kernels.gpu.launch import multiprocessors
+        from llm42_kernels.gpu.launch import multiprocessors
 
         self.shape = shape
         self.sms = multiprocessors(device)
@@ -84,7 +84,7 @@ class TritonAttention:
 
             tma = tuple(TensorDescriptor(x, list(x.shape), [width, 1], block) for x in flat)
         if "hopper" in loads:
-            from kernels.gpu.attention_hopper import descriptor
+            from llm42_kernels.gpu.attention_hopper import descriptor
 
             hopper = tuple(descriptor(x, block) for x in flat)  # type: ignore[no-untyped-call]
         return Sources((k_cache, v_cache), tma or (), hopper or ())
@@ -100,8 +100,8 @@ class TritonAttention:
         count: Tensor,
     ) -> None:
         """Runs the items of one tile height. q, out [T, Hq, D]; tables, items, count int32 on the device."""
-        from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import STRICT
+        from llm42_kernels.gpu import attention as gpu
+        from llm42_kernels.gpu.launch import STRICT
 
         shape, grid = self.shape, (self.sms * tile.per_sm,)
         fixed = dict(
@@ -110,7 +110,7 @@ class TritonAttention:
         )  # fmt: skip
         work = (tables, items, count, self._acc, self._md, shape.scale)
         if tile.load == "hopper":
-            from kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
+            from llm42_kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
 
             attention_hopper_kernel[grid](
                 q, out, *sources.hopper, *work, STAGES=tile.stages, maxnreg=MAX_REGISTERS, **fixed
@@ -124,8 +124,8 @@ class TritonAttention:
 
     def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor) -> None:
         """Merges the segments of the tiles that `attend` computed in pieces."""
-        from kernels.gpu import attention as gpu
-        from kernels.gpu.launch import STRICT
+        from llm42_kernels.gpu import attention as gpu
+        from llm42_kernels.gpu.launch import STRICT
 
         shape = self.shape
         gpu.combine_kernel[(self.sms * 2,)](

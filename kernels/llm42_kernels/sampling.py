@@ -36,8 +36,8 @@ class RowStats:
 
 def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
     """logits [R, V] float32 (rows contiguous); `stats` may name the tensors to fill."""
-    from kernels.gpu import sampling as gpu
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu import sampling as gpu
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, vocab = logits.shape
     chunks, device = -(-vocab // CHUNK), logits.device
@@ -64,8 +64,8 @@ def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
 def gumbel_argmax(values: Tensor, keys: Tensor) -> Tensor:
     """values [R, V] float32, keys [R, 6] int32 (noise_keys) -> [R] int32: argmax of value + noise, lowest
     id on ties."""
-    from kernels.gpu import sampling as gpu
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu import sampling as gpu
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, vocab = values.shape
     chunks = -(-vocab // CHUNK)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.operators import Operators
+from llm42_kernels.operators import Operators
 
 TILE_ROWS = 16
 CUBLAS_ENVIRONMENT = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
@@ -124,8 +124,8 @@ def lm_head_triton_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _product_triton(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    from kernels.gpu.launch import STRICT
-    from kernels.gpu.matmul import matmul_kernel
+    from llm42_kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu.matmul import matmul_kernel
 
     rows, cols = out.shape
     block_m, block_n, block_k = (128 if rows > 64 else 64 if rows > 16 else 16), 128, 64
@@ -166,7 +166,7 @@ def round_in_place(logits: Tensor, dtype: torch.dtype) -> None:
     """Rounds contiguous float32 CUDA logits to `dtype`."""
     import triton.language as tl
 
-    from kernels.gpu.elementwise import round_kernel
+    from llm42_kernels.gpu.elementwise import round_kernel
 
     block, kind = 4096, {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
     size = logits.numel()

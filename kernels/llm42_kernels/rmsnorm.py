@@ -68,8 +68,8 @@ def launch_rms_norm(
 ) -> None:
     """Into given buffers [T, H]; `summed` may be `residual` itself and is not written when residual is
     None."""
-    from kernels.gpu.elementwise import rms_norm_kernel
-    from kernels.gpu.launch import STRICT
+    from llm42_kernels.gpu.elementwise import rms_norm_kernel
+    from llm42_kernels.gpu.launch import STRICT
 
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
@@ -104,7 +104,7 @@ def launch_sum_norm(
 ) -> None:
     """Norm of the sum of one to three [T, H] terms, t0 + (t1 + t2), into normed [T, H]; the rounded sum goes
     to `summed` (may be one of the terms) unless that is None. launch: instead of carried_launch's."""
-    from kernels.gpu.elementwise import sum_norm_kernel
+    from llm42_kernels.gpu.elementwise import sum_norm_kernel
 
     rows, width = terms[0].shape
     block_x, block, warps = launch or carried_launch(width)

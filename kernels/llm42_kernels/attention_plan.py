@@ -1,5 +1,5 @@
 """The shape of paged attention and the cutting of a step's rows into work items (see
-kernels/attention.py)."""
+attention.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Tile:
     per_sm: int
     load: Literal["pointer", "tma", "hopper"] = "pointer"
     """How keys and values come in: by address (any block size), as tensor-map tiles, or as tensor-map tiles
-    loaded by a warp of its own (kernels/gpu/attention_hopper.py, 128 rows)."""
+    loaded by a warp of its own (gpu/attention_hopper.py, 128 rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class AttentionShape:
     small: Tile = Tile(16, 1, 3, 4)
     segment: int = SEGMENT
     order: Literal["segments", "flash"] = "segments"
-    """kernels/attention.py, or kernels/attention_flash.py (key tiles in parts of 64, never split)."""
+    """attention.py, or attention_flash.py (key tiles in parts of 64, never split)."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
