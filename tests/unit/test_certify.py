@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from llm42 import fingerprint as fp
 from llm42.cli import app
 from llm42.config import Settings
+from llm42.fingerprint import device, libraries, source
 from llm42.models.fetch import fetch_smollm2
 from llm42.models.load import load_model, sampled_identity
 from llm42.models.weights import LoadedModel
@@ -235,14 +236,14 @@ class TestFingerprint:
             m.setenv("MKL_CBWR", "AVX2")
             after = fp.inputs(model, settings, tokenizer.identity)
             assert list(fp.differing_fields(before, after)) == ["environment.MKL_CBWR"]
-        for name, field in (
-            ("code_hash", "code"),
-            ("_cpu_name", "device.name"),
-            ("_cpu_identity", "device.identity"),
-            ("_version", "libraries."),
+        for module, name, field in (
+            (fp, "code_hash", "code"),
+            (device, "_cpu_name", "device.name"),
+            (device, "_cpu_identity", "device.identity"),
+            (libraries, "_version", "libraries."),
         ):
             with monkeypatch.context() as m:
-                m.setattr(fp, name, lambda *_: "changed")
+                m.setattr(module, name, lambda *_: "changed")
                 after = fp.inputs(model, settings, tokenizer.identity)
                 assert all(f.startswith(field) for f in fp.differing_fields(before, after))
                 assert fp.digest(before) != fp.digest(after)
@@ -260,28 +261,28 @@ class TestFingerprint:
     def test_the_code_hash_sees_every_source_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        files = [name for name in fp.CODE if name.endswith(".py")]
+        files = [name for name in source.CODE if name.endswith(".py")]
         package = tmp_path / "llm42"
         for name in ("models/a.py", "verifier/b.py", *files):
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             (package / name).write_text("x = 1\n")
         service = tmp_path / "deployments"
         service.mkdir()
-        for name in fp.REQUEST_CODE:
+        for name in source.REQUEST_CODE:
             (service / name).write_text("x = 1\n")
-        monkeypatch.setattr(fp.llm42, "__file__", str(package / "__init__.py"))
-        monkeypatch.setattr(fp.deployments, "__file__", str(service / "__init__.py"))
+        monkeypatch.setattr(source.llm42, "__file__", str(package / "__init__.py"))
+        monkeypatch.setattr(source.deployments, "__file__", str(service / "__init__.py"))
         hashes = {fp.code_hash()}
         changed = [package / name for name in ("models/a.py", "verifier/b.py", *files)]
-        for file in (*changed, *(service / name for name in fp.REQUEST_CODE)):
+        for file in (*changed, *(service / name for name in source.REQUEST_CODE)):
             file.write_text("x = 2\n")
             hashes.add(fp.code_hash())
-        assert len(hashes) == 1 + 2 + len(files) + len(fp.REQUEST_CODE)
+        assert len(hashes) == 1 + 2 + len(files) + len(source.REQUEST_CODE)
 
 
 NOT_IN_AN_OUTPUT = {
     "llm42": """__init__ __main__ affinity affinity_trace audit_* canon claims cli cli_telemetry commands
-        config demo embedded fingerprint inbox local logs metrics observe prometheus receipt replay steps top
+        config demo embedded inbox local logs metrics observe prometheus receipt replay steps top
         tracing verdict verify_call""",
     "deployments": """__init__ actors admission app asgi audit audit_* bodies deltas errors failover
         fastpath http_app ingress large launch logprobs policy preflight ray_metrics receipts render
@@ -293,8 +294,8 @@ route, audit, or write what others found as JSON. A new module belongs here or i
 
 
 def test_every_module_is_in_the_code_hash_or_known_not_to_matter() -> None:
-    root = Path(fp.llm42.__file__).parents[1]
-    for package, hashed in (("llm42", fp.CODE), ("deployments", fp.REQUEST_CODE)):
+    root = Path(source.llm42.__file__).parents[1]
+    for package, hashed in (("llm42", source.CODE), ("deployments", source.REQUEST_CODE)):
         modules = {file.stem for file in (root / package).glob("*.py")}
         exempt = NOT_IN_AN_OUTPUT[package].split()
         listed = {name.removesuffix(".py") for name in hashed if name.endswith(".py")}
@@ -303,8 +304,10 @@ def test_every_module_is_in_the_code_hash_or_known_not_to_matter() -> None:
         assert not unknown, "are these part of what makes an output?"
         assert not [m for m in listed if any(fnmatch(m, e) for e in exempt)]
     folders = {d.name for d in (root / "llm42").iterdir() if (d / "__init__.py").exists()}
-    assert folders == {"models", "verifier", "engine"}, "engines only propose; the others are hashed"
-    assert {"models", "verifier", "kernels"} <= set(fp.CODE)
+    assert folders == {"models", "verifier", "engine", "fingerprint"}, (
+        "engines only propose; fingerprint only names"
+    )
+    assert {"models", "verifier", "kernels"} <= set(source.CODE)
 
 
 @pytest.fixture(scope="module")
