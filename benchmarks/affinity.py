@@ -2,7 +2,7 @@
 
 python -m benchmarks.affinity [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIRECTORY]
 
-Start the process without cuBLAS workspace (llm42_kernels.linear.CUBLAS_ENVIRONMENT); vLLM inherits it.
+Start the process without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT); vLLM inherits it.
 Every deterministic output is compared with the oracle, the verifier decoding alone. `sampled` is a run at
 temperature 0.8 with the canonical sampler's proposals (engine.vllm.sampled_agreement). A part that is not run
 is taken from the result that is in DIRECTORY. --wide: random weights in the shape of Llama 3 8B (hidden size
@@ -30,7 +30,7 @@ from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 from llm42.tokenizer import Tokenizer
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 OUTPUT = 512
 LOADS = {64: 64, 8: 16, 1: 2}

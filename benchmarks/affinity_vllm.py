@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llm42.engine.vllm_options import FIXED_COMPILATION, UNSPLIT_ATTENTION
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

@@ -6,7 +6,7 @@ vLLM runs in a process of its own for each configuration (benchmarks/affinity_vl
 compares products of the library at many row counts with those at 64 rows, and the norms of a compiled graph
 with every launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV
 are scored by variants of the verifier's forward pass. OUT/h200-affinity-operators.json is written as each
-part ends. The process must be started without cuBLAS workspace (llm42_kernels.linear.CUBLAS_ENVIRONMENT)."""
+part ends. The process must be started without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Figure, arguments, report
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 PROMPT, OUTPUT, MAX_LEN, VOCAB = 1024, 256, 2048, 128256
 KV_TOKENS = 256 * (PROMPT + OUTPUT + 128)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from llm42.config import Settings
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 GRAPHS = json.dumps(
     {

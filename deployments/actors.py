@@ -13,7 +13,7 @@ from deployments.verifier_actor import VerifierActor
 from llm42 import config
 from llm42.config import Settings
 from llm42.fingerprint import code_hash, source_hash
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 NAMESPACE = "llm42"
 _DETACHED: dict[str, Any] = {

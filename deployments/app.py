@@ -11,7 +11,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from deployments.fastpath import FastPath
 from deployments.ingress import Ingress
 from llm42.config import Settings
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 FAST_PATH_OPTIONS: dict[str, Any] = {
     "max_ongoing_requests": 1024,  # the replica itself refuses beyond server.max_queued, with a 429

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from llm42.audit_file import Records, read_records
+from llm42.audit_file import AuditFileError, Records, read_records
 from llm42.claims import manifest_of
 from llm42.config import Settings
 from llm42.receipt import InvalidReceipt, Keyring, Signature
@@ -30,6 +30,8 @@ from llm42.verdict import Finding, Verdict, summary
 out, err = Console(), Console(stderr=True)
 SHOWN = 20
 """Findings that are printed; --json has all of them."""
+NO_RECORDS = (InvalidReceipt, AuditFileError)
+"""What run_audit raises when there is nothing to audit in what it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,10 @@ class AuditOptions:
     as_json: bool = False
 
 
-def run_audit(options: AuditOptions, settings: Callable[[], Settings]) -> int:
+def run_audit(options: AuditOptions, settings: Settings | None) -> int:
     """Audits a file and prints what was found. Returns the exit code: 0 when all is confirmed, 1 when
-    something is not, 2 when all that could be read is confirmed but some lines could not. settings: asked
-    only when there is no server. Raises LLM42Error."""
+    something is not, 2 when all that could be read is confirmed but some lines could not. settings: of the
+    audit in this process; None when a server does it. Raises LLM42Error."""
     records = read_records(options.file)
     for file in options.manifests:
         _add_manifest(records, file)
@@ -65,7 +67,8 @@ def run_audit(options: AuditOptions, settings: Callable[[], Settings]) -> int:
         def step(what: str) -> None:
             progress.update(bar, description=what)
 
-        if options.url is not None:
+        if settings is None:
+            assert options.url is not None
             from llm42.audit_remote import RemoteAudit
 
             began = time.monotonic()
@@ -73,11 +76,10 @@ def run_audit(options: AuditOptions, settings: Callable[[], Settings]) -> int:
         else:
             from llm42.audit_local import LocalAudit
 
-            loaded = settings()
-            keyring, again = Keyring.load(loaded.audit), any(c.output is None for c in records.claims)
-            with LocalAudit(loaded, again, step) as local:
+            keyring, again = Keyring.load(settings.audit), any(c.output is None for c in records.claims)
+            with LocalAudit(settings, again, step) as local:
                 began = time.monotonic()
-                asyncio.run(_replayed(local, loaded, keyring, records, found))
+                asyncio.run(_replayed(local, settings, keyring, records, found))
     if options.require_signature:
         findings = [_signed(f) for f in findings]
     findings.sort(key=lambda f: (f.line, f.choice))

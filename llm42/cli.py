@@ -11,16 +11,15 @@ import time
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import pydantic
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from llm42.cli_errors import actionable
 from llm42.cli_telemetry import MetricsPortOption, metrics_for, top
 from llm42.config import Settings
-from llm42.protocol import LLM42Error
 from llm42.steps import Steps
 
 if TYPE_CHECKING:
@@ -48,20 +47,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: commands clean up behind themselves
     try:
         app()
-    except LLM42Error as error:
-        fail(str(error))
-    except pydantic.ValidationError as error:
-        fail("\n".join(map(_setting_error, error.errors())))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _setting_error(found: Any) -> str:
-    """One of pydantic's errors as a line: the field, where there is one, and what is wrong with it."""
-    text = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
-        text = "there is no such setting (serve_config.yaml has all)"
-    return ": ".join(filter(None, (".".join(map(str, found["loc"])), text)))
+    except Exception as error:
+        if (line := actionable(error)) is None:
+            raise
+        fail(line)
 
 
 def fail(message: str) -> NoReturn:
@@ -75,6 +66,17 @@ def load_settings(config: Path | None) -> Settings:
     from deployments.launch import absolute, read_serve_config
 
     return absolute(Settings()) if config is None else read_serve_config(config)
+
+
+def settings_here(config: Path | None) -> Settings:
+    """The same for a command that computes in this process, which gets what its device needs: before PyTorch
+    is imported, since libraries read it once."""
+    from llm42_kernels.cublas import rule_out_workspace
+
+    settings = load_settings(config)
+    if settings.model.device == "cuda":
+        rule_out_workspace()
+    return settings
 
 
 @app.command()
@@ -168,10 +170,10 @@ def generate(
     metrics_port: MetricsPortOption = None,
 ) -> None:
     """Answers one prompt in this process, without a server."""
+    settings = settings_here(config)
     from llm42.embedded import Embedded
     from llm42.protocol import Request, SamplingParams
 
-    settings = load_settings(config)
     with (
         metrics_for(settings, metrics_port) as metrics,
         Steps() as steps,
@@ -239,7 +241,7 @@ def certify(
     """Proves, or refutes, that this machine's operators are row-invariant; exit code 1 names the operator."""
     from llm42.commands import run_certify
 
-    raise typer.Exit(run_certify(load_settings(config), plant or [], as_json))
+    raise typer.Exit(run_certify(settings_here(config), plant or [], as_json))
 
 
 @app.command()
@@ -255,7 +257,7 @@ def demo(
     """Sends prompts alone and again under load, best-effort and deterministic, and counts what changed."""
     from llm42.commands import run_demonstration
 
-    settings = load_settings(config)
+    settings = settings_here(config)
     with metrics_for(settings, metrics_port) as metrics:
         code = run_demonstration(settings, requests, load, tokens, temperature, as_json, metrics)
     raise typer.Exit(code)
@@ -275,7 +277,7 @@ def affinity(
     """Replays the fast path's answers through the verifier: mismatches, each of which costs a rollback."""
     from llm42.commands import run_affinity
 
-    raise typer.Exit(run_affinity(load_settings(config), requests, tokens, concurrent, as_json))
+    raise typer.Exit(run_affinity(settings_here(config), requests, tokens, concurrent, as_json))
 
 
 @app.command()
@@ -301,14 +303,17 @@ def audit(
 
     Exit code 0: all are confirmed; 1: not all; 2: lines that are no records; 3: no audit took place.
     """
-    from llm42.audit_command import AuditOptions, run_audit
-    from llm42.audit_file import AuditFileError
-    from llm42.receipt import InvalidReceipt
-
-    options = AuditOptions(file, url, api_key, manifest or (), require_signature, as_json)
     try:
-        code = run_audit(options, lambda: load_settings(config))
-    except LLM42Error as error:
-        err.print(f"[bold red]Error:[/] {escape(str(error))}")
-        code = 2 if isinstance(error, (InvalidReceipt, AuditFileError)) else 3
+        settings = None if url else settings_here(config)
+        from llm42.audit_command import AuditOptions, run_audit
+
+        options = AuditOptions(file, url, api_key, manifest or (), require_signature, as_json)
+        code = run_audit(options, settings)
+    except Exception as error:
+        if (line := actionable(error)) is None:
+            raise
+        from llm42.audit_command import NO_RECORDS
+
+        err.print(f"[bold red]Error:[/] {escape(line)}", soft_wrap=True)
+        code = 2 if isinstance(error, NO_RECORDS) else 3
     raise typer.Exit(code)

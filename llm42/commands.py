@@ -1,4 +1,4 @@
-"""The `certify` and `demo` commands: what they print and how they exit."""
+"""The `certify`, `demo` and `affinity` commands: what they print and how they exit."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ from rich.table import Table
 
 from llm42.config import Settings
 from llm42.metrics import Metrics
+from llm42_kernels.cublas import allow_workspace
 
 out, err = Console(), Console(stderr=True)
 
 
 def run_certify(settings: Settings, plants: list[str], as_json: bool) -> int:
     """Certifies afresh and prints the outcome. Returns the exit code: 0 passed, 1 failed, 2 unknown plant."""
-    from llm42.models.load import load_model
-    from llm42.verifier.certify import Certificate, CertificationFailed, certify_cpu
-    from llm42.verifier.plants import PLANTS
+    if "split-k" in plants and settings.model.device == "cuda":
+        allow_workspace()  # the plant is the library as it comes
+    from llm42.models.load import load_model, require_device
+    from llm42.verifier.build import certify, plants_of
+    from llm42.verifier.certify import Certificate, CertificationFailed
 
-    unknown = [name for name in plants if name not in PLANTS]
+    m = settings.model
+    known = plants_of(m.device)
+    unknown = [name for name in plants if name not in known]
     if unknown:
-        err.print(f"[bold red]Error:[/] unknown plant {unknown[0]!r}; there are: {', '.join(PLANTS)}")
+        there = f"model.device {m.device} has: {', '.join(known)}"
+        err.print(f"[bold red]Error:[/] unknown plant {unknown[0]!r}; {there}", soft_wrap=True)
         return 2
+    require_device(m.device)
     failure: CertificationFailed | None = None
     certificate: Certificate | None = None
     with err.status("Loading the model") as status:
-        m = settings.model
         model = load_model(m.path, m.dtype, m.device, m.max_model_len)
         try:
-            certificate = certify_cpu(
-                model, settings.verifier, plants, lambda what: status.update(f"Certifying {what}")
-            )
+            certificate = certify(settings, model, plants, lambda what: status.update(f"Certifying {what}"))
         except CertificationFailed as error:
             failure = error
     if as_json:

@@ -89,12 +89,29 @@ class EngineSettings(_Section):
     corrupt_share: float = Field(0.0, ge=0, le=1, description="test plant: share of candidates made wrong")
 
 
+def _or_null(schema: dict[str, Any]) -> None:
+    """The schema of a field whose null `Settings` replaces."""
+    alone = {key: schema.pop(key) for key in set(schema) - {"title", "description", "default"}}
+    schema["anyOf"] = [alone, {"type": "null"}]
+
+
 class VerifierSettings(_Section):
     """The canonical verifier."""
 
-    kv_tokens: int = Field(16384, gt=0, description="KV cache of a verifier, in tokens")
-    block_size: int = Field(16, gt=0)
-    buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), description="step sizes, in rows")
+    kv_tokens: int = Field(
+        16384,
+        gt=0,
+        description="KV cache of a verifier, in tokens; null: 16384 on a CPU, 131072 on a GPU",
+        json_schema_extra=_or_null,
+    )
+    block_size: int = Field(
+        16, gt=0, description="tokens of a KV block; null: 16 or 64", json_schema_extra=_or_null
+    )
+    buckets: tuple[int, ...] = Field(
+        (8, 16, 24, 32, 48, 64, 96, 128),
+        description="step sizes, in rows; null: 8 to 128 on a CPU, 1 to 1024 on a GPU",
+        json_schema_extra=_or_null,
+    )
     threads: int = Field(1, ge=1, description="CPU threads; part of the fingerprint")
     affinity: Literal["none", "vllm"] = Field(
         "none",
@@ -153,7 +170,8 @@ GPU_DEFAULTS: dict[str, Any] = {
     "buckets": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
     "kv_tokens": 131072,
 }
-"""verifier.* where model.device is cuda and the configuration does not say otherwise."""
+"""verifier.* where model.device is cuda and the configuration does not say otherwise, or says null; on a CPU
+null is the field's default."""
 
 
 class SessionSettings(_Section):
@@ -340,9 +358,10 @@ class Settings(_Section):
             return data
         model, verifier = data.get("model"), data.get("verifier", {})
         device = model.get("device") if isinstance(model, dict) else getattr(model, "device", None)
-        if device != "cuda" or not isinstance(verifier, dict):
+        if not isinstance(verifier, dict):
             return data
-        return data | {"verifier": GPU_DEFAULTS | verifier}
+        told = {k: v for k, v in verifier.items() if v is not None or k not in GPU_DEFAULTS}
+        return data | {"verifier": GPU_DEFAULTS | told if device == "cuda" else told}
 
     @classmethod
     def load(cls, source: str | Path | dict[str, Any] | None) -> Settings:

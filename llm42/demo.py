@@ -12,14 +12,12 @@ from typing import Any
 
 from llm42.config import Settings, engine_threads
 from llm42.driver import Generator
-from llm42.embedded import Reporting
-from llm42.engine.torch_engine import TorchEngine
-from llm42.local import LocalVerifier
+from llm42.embedded import Embedded
 from llm42.metrics import Metrics, NullMetrics
 from llm42.observe import Observed
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.tokenizer import Tokenizer
-from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42.verifier.certify import Certificate
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.linear import batch_dependent
 from llm42_kernels.operators import Operators
@@ -131,6 +129,8 @@ class Demo:
             )
         )
         end = time.monotonic()
+        if noise.done():
+            noise.result()  # without load the comparison would show nothing: raises what ended it
         noise.cancel()
         await asyncio.gather(noise, return_exceptions=True)
         return self._compare(alone, loaded, middle - began, end - middle)
@@ -164,11 +164,11 @@ class Demo:
 
     async def _noise(self) -> None:
         """`load` best-effort streams of random prompts and lengths, each replaced when it ends."""
-        rng = random.Random(1)
+        rng, ids = random.Random(1), min(10000, self.tokenizer.vocab_size)
 
         async def stream(n: int) -> None:
             for k in range(10**6):
-                prompt = tuple(rng.randrange(100, 10000) for _ in range(rng.randrange(5, 100)))
+                prompt = tuple(rng.randrange(100, ids) for _ in range(rng.randrange(5, 100)))
                 request = Request(
                     f"noise-{n}-{k}", prompt, rng.randrange(8, 64), SamplingParams(temperature=1.0)
                 )
@@ -211,50 +211,60 @@ def run_demo(
     progress: Progress = lambda _what, _done: None,
     metrics: Metrics | None = None,
 ) -> DemoResult:
-    """Loads, certifies, runs both modes. Raises CertificationFailed, ModelFileError."""
-    progress("loading the model", 0)
-    model, tokenizer = load_for(settings)
-    progress("certifying the verifier", 0)
-    certificate = certificate_for(
-        settings, model, tokenizer, progress=lambda s: progress(f"certifying {s}", 0)
-    )
-    ops, label = fast_path_operators(certificate.row_counts_matter)
-    verifier = build_verifier(settings, model, tokenizer, certificate).start()
-    engine = TorchEngine(model, settings.engine, ops).start()
-    metrics = metrics or NullMetrics()
-    reporting = Reporting(verifier, settings, metrics)
-    generator = Generator(engine, tokenizer, settings, LocalVerifier(verifier), metrics)
-    demo = Demo(generator, tokenizer, requests, load, tokens, temperature, progress)
+    """Loads, certifies, runs both modes with the configured engine, on the configured device. Raises
+    LLM42Error."""
 
-    async def both() -> tuple[ModeResult, ModeResult]:
-        return await demo.mode(False), await demo.mode(True)
+    def products(certificate: Certificate) -> Operators | None:
+        return batch_dependent(cpu_operators()) if _needs_stand_in(settings, certificate) else None
 
-    try:
+    said = metrics or NullMetrics()
+    with Embedded(settings, True, lambda what: progress(what, 0), said, products) as embedded:
+        assert embedded.verifier is not None
+        assert embedded.certificate is not None
+        demo = Demo(embedded.generator, embedded.tokenizer, requests, load, tokens, temperature, progress)
+
+        async def both() -> tuple[ModeResult, ModeResult]:
+            return await demo.mode(False), await demo.mode(True)
+
         best_effort, deterministic = asyncio.run(both())
-    finally:
-        engine.close()
-        reporting.close()
-        verifier.close()
-    return DemoResult(
-        model=settings.model.name,
-        numerics=f"{settings.model.dtype} activations, float32 products, "
-        f"{engine_threads(settings.engine)} engine thread(s), {settings.verifier.threads} verifier thread(s)",
-        fast_path_products=label,
-        row_counts_matter=certificate.row_counts_matter,
-        fingerprint=verifier.fingerprint,
-        requests=requests,
-        load=load,
-        tokens=tokens,
-        temperature=temperature,
-        best_effort=best_effort,
-        deterministic=deterministic,
-    )
+        return DemoResult(
+            model=settings.model.name,
+            numerics=_numerics(settings),
+            fast_path_products=_products_label(settings, embedded.certificate),
+            row_counts_matter=embedded.certificate.row_counts_matter,
+            fingerprint=embedded.verifier.fingerprint,
+            requests=requests,
+            load=load,
+            tokens=tokens,
+            temperature=temperature,
+            best_effort=best_effort,
+            deterministic=deterministic,
+        )
 
 
-def fast_path_operators(row_counts_matter: bool) -> tuple[Operators, str]:
-    """The ordinary products where they depend on the batch, else a stand-in that does, labelled as such."""
-    if row_counts_matter:
-        return cpu_operators(), "mkl (ordinary; its bits depend on the number of rows on this CPU)"
-    return batch_dependent(
-        cpu_operators()
-    ), "mkl made batch-dependent on purpose: this CPU's products are not"
+def _needs_stand_in(settings: Settings, certificate: Certificate) -> bool:
+    """Whether this machine's ordinary products would show nothing: they do not depend on the batch."""
+    ordinary = settings.engine.kind == "torch" and settings.model.device == "cpu"
+    return ordinary and not certificate.row_counts_matter
+
+
+def _products_label(settings: Settings, certificate: Certificate) -> str:
+    """Whose products the fast path has, and why they may depend on the batch."""
+    if settings.engine.kind == "vllm":
+        return "vLLM's"
+    if settings.model.device == "cuda":
+        return (
+            "cublas without workspace, as the verifier's in the same process; attention depends on the batch"
+        )
+    if _needs_stand_in(settings, certificate):
+        return "mkl made batch-dependent on purpose: this CPU's products are not"
+    return "mkl (ordinary; its bits depend on the number of rows on this CPU)"
+
+
+def _numerics(settings: Settings) -> str:
+    """The arithmetic in words, with the device's."""
+    if settings.model.device == "cuda":
+        return f"{settings.model.dtype} on a GPU, float32 accumulators"
+    engine = "" if settings.engine.kind == "vllm" else f"{engine_threads(settings.engine)} engine thread(s), "
+    verifier = f"{settings.verifier.threads} verifier thread(s)"
+    return f"{settings.model.dtype} activations, float32 products, {engine}{verifier}"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.build import build_engine, load_tokenizer
 from llm42.local import LocalVerifier
 from llm42.metrics import Metrics, NullMetrics
+from llm42.models.load import require_device
 from llm42.observe import Observed, VerifierReport
 from llm42.protocol import Delta, Request
 from llm42.tracing import make_tracer
-from llm42.verifier.build import build_verifier, load_for
+from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42.verifier.certify import Certificate, Progress
 from llm42.verifier.core import Verifier
+from llm42_kernels.cublas import workspace_for_children
+from llm42_kernels.operators import Operators
 
 REPORT_S = 0.5
 
@@ -29,27 +33,35 @@ class Embedded:
         deterministic: bool = True,
         progress: Callable[[str], None] = lambda _: None,
         metrics: Metrics | None = None,
+        products: Callable[[Certificate], Operators | None] = lambda _: None,
     ) -> None:
-        """Loads and, when deterministic requests are wanted, certifies. Raises LLM42Error."""
+        """Loads and, when deterministic requests are wanted, certifies. products: which operators the torch
+        engine computes with, when they are not its own. Raises LLM42Error."""
         self.metrics, self._tracer = metrics or NullMetrics(), make_tracer(settings.telemetry, "embedded")
         progress("Loading the model")
+        require_device(settings.model.device)
         needed = deterministic or settings.engine.kind == "torch"  # vLLM has its own copy
         loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings))
         self.settings = settings
         self.verifier: Verifier | None = None
+        self.certificate: Certificate | None = None
+        operators: Operators | None = None
         if deterministic:
+            assert loaded is not None
             progress("Certifying")
-            built = build_verifier(
-                settings,
-                loaded,
-                self.tokenizer,
-                progress=lambda operator: progress(f"Certifying: {operator}"),
-            )
-            self.verifier = built.start()
-        if settings.engine.kind == "vllm":
-            progress("Starting vLLM")
+            tell: Progress = lambda operator: progress(f"Certifying: {operator}")  # noqa: E731
+            self.certificate = certificate_for(settings, loaded, self.tokenizer, progress=tell)
+            built = build_verifier(settings, loaded, self.tokenizer, self.certificate, tell)
+            self.verifier, operators = built.start(), products(self.certificate)
         try:
-            self.engine = build_engine(settings, loaded)
+            if settings.engine.kind == "vllm":
+                progress("Starting vLLM")
+                # in a service, too, it has the verifiers' environment only where their products shall agree
+                alike = settings.verifier.affinity == "vllm"
+                with nullcontext() if alike else workspace_for_children():
+                    self.engine = build_engine(settings)
+            else:
+                self.engine = build_engine(settings, loaded, operators)
         except BaseException:
             if self.verifier is not None:
                 self.verifier.close()

@@ -11,16 +11,14 @@ once to the activation dtype. Providers, fastest first:
 
 CUDA: 16-bit operands, float32 accumulator, one rounding. Providers, fastest first:
 
-`cublas`   one library product, with split-K ruled out by an environment without workspace
-           (CUBLAS_ENVIRONMENT). Which kernel a shape picks is the library's choice: certification compares
-           the bits.
+`cublas`   one library product, with split-K ruled out by an environment without workspace (cublas.py). Which
+           kernel a shape picks is the library's choice: certification compares the bits.
 `triton`   K in ascending order into one accumulator per output element: row-invariant by construction, and
            with any tile size the same bits as `cublas` where that sums K in order too.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -31,13 +29,6 @@ from torch import Tensor
 from llm42_kernels.operators import Operators
 
 TILE_ROWS = 16
-CUBLAS_ENVIRONMENT = {"CUBLASLT_WORKSPACE_SIZE": "0", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}
-"""Without workspace cuBLAS cannot split K. Read by the library when CUDA starts: set it in the process's
-environment."""
-
-
-class CublasEnvironmentError(RuntimeError):
-    """cuBLAS could split K in this process, so that a row's bits would depend on the number of rows."""
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -94,18 +85,6 @@ def lm_head_row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 CPU_PROVIDERS = {"mkl": linear_mkl, "mkl-tile": linear_mkl_tile, "row": linear_row}
 CPU_LM_HEAD_PROVIDERS = {"mkl": lm_head_mkl, "mkl-tile": lm_head_mkl_tile, "row": lm_head_row}
-
-
-def check_cublas_environment() -> None:
-    """Raises CublasEnvironmentError unless this process was started without cuBLAS workspace."""
-    wrong = {
-        name: os.environ.get(name)
-        for name, value in CUBLAS_ENVIRONMENT.items()
-        if os.environ.get(name) != value
-    }
-    if wrong:
-        wanted = " ".join(f"{name}={value}" for name, value in CUBLAS_ENVIRONMENT.items())
-        raise CublasEnvironmentError(f"the verifier's process must be started with {wanted}; found {wrong}")
 
 
 def linear_cublas(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,12 +10,16 @@ from llm42.models.errors import ModelFileError
 from llm42.models.load import read_config
 from llm42.models.weights import LoadedModel
 from llm42.tokenizer import Tokenizer
+from llm42_kernels.operators import Operators
 
 
-def build_engine(settings: Settings, model: LoadedModel | None = None) -> Engine:
+def build_engine(
+    settings: Settings, model: LoadedModel | None = None, operators: Operators | None = None
+) -> Engine:
     """The engine that `engine.kind` names, started. Raises LLM42Error.
 
-    model: weights that this process holds already; vLLM loads its own, in a process of its own.
+    model: weights that this process holds already; vLLM loads its own, in a process of its own. operators:
+    the torch engine's, where they are not the device's ordinary ones.
     """
     if settings.engine.kind == "vllm":
         from llm42.engine.vllm import VllmEngine
@@ -27,7 +31,7 @@ def build_engine(settings: Settings, model: LoadedModel | None = None) -> Engine
         from llm42.verifier.build import load_for
 
         model, _ = load_for(settings)
-    return TorchEngine(model, settings.engine).start()
+    return TorchEngine(model, settings.engine, operators).start()
 
 
 def load_tokenizer(settings: Settings) -> Tokenizer:

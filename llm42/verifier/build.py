@@ -27,6 +27,7 @@ from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.golden import golden_answers_now
 from llm42.verifier.plan import Runner
+from llm42.verifier.plants import PLANTS
 from llm42_kernels.linear import rounded_head
 
 
@@ -54,12 +55,28 @@ def certificate_for(
     kept = None if plants else load_certificate(directory, key)
     if kept is not None:
         return kept
-    if on_cuda(model):
-        certificate = replace(certify_on_cuda(settings, model, plants, progress), key=key)
-    else:
-        certificate = replace(certify_cpu(model, settings.verifier, plants, progress), key=key)
+    certificate = replace(certify(settings, model, plants, progress), key=key)
     save_certificate(directory, certificate)
     return certificate
+
+
+def certify(
+    settings: Settings, model: LoadedModel, plants: Iterable[str], progress: Progress = lambda _: None
+) -> Certificate:
+    """A fresh certificate, not kept, by the certifier of the model's device. Raises CertificationFailed,
+    CublasEnvironmentError; ValueError for a plant that the device has not."""
+    if on_cuda(model):
+        return certify_on_cuda(settings, model, plants, progress)
+    return certify_cpu(model, settings.verifier, plants, progress)
+
+
+def plants_of(device: str) -> tuple[str, ...]:
+    """The names of what can be planted where models are on `device`."""
+    if device == "cpu":
+        return tuple(PLANTS)
+    from llm42.verifier.certify_cuda import PLANTS as CUDA_PLANTS
+
+    return CUDA_PLANTS
 
 
 def build_verifier(

@@ -1,6 +1,6 @@
 """The CUDA half of llm42/verifier/build.py: certification and runner of a model on a GPU.
 
-The process must start with the environment of llm42_kernels.linear.CUBLAS_ENVIRONMENT. Memory: weights, KV
+The process must start with the environment of llm42_kernels.cublas.CUBLAS_ENVIRONMENT. Memory: weights, KV
 (verifier.kv_tokens), logits of the largest bucket and a work area. Beside vLLM on one GPU start the verifier
 first: vLLM's gpu_memory_utilization counts what is already in use, so that it takes the rest and no more.
 """

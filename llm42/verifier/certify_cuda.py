@@ -4,7 +4,7 @@ llm42_kernels/cuda.py.
 For each operator the providers are tried in order of speed and the first that passes at every step size is
 used: no bucket is dropped here, because a K-ordered provider exists for every operator. If none passes,
 CertificationFailed names the operator. Plants break one operator; `split-k` needs no code: start the
-process without llm42_kernels.linear.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
+process without llm42_kernels.cublas.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
 and cuBLAS itself is the violation."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llm42.verifier.cuda_sampler import sample_step_device
 from llm42.verifier.step_checks import check_sampling
 from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape
-from llm42_kernels.linear import check_cublas_environment
+from llm42_kernels.cublas import check_cublas_environment
 from llm42_kernels.operators import Operators, RMSNorm
 from llm42_kernels.rmsnorm import launch_sum_norm
 from llm42_kernels.sampling import restrict

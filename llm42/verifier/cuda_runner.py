@@ -28,7 +28,8 @@ from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
 from llm42.verifier.plan import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import flash_shape, make_attention
-from llm42_kernels.linear import CUDA_LM_HEAD_INTO, check_cublas_environment, round_in_place
+from llm42_kernels.cublas import check_cublas_environment
+from llm42_kernels.linear import CUDA_LM_HEAD_INTO, round_in_place
 from llm42_kernels.operators import Operators
 from llm42_kernels.sampling import RowStats, row_stats
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,8 +13,8 @@ from ray.serve.schema import ServeDeploySchema
 from deployments.app import build
 from deployments.launch import absolute, read_serve_config
 from deployments.preflight import LaunchFailed, require_free_port
-from llm42.config import Settings
-from llm42_kernels.linear import CUBLAS_ENVIRONMENT
+from llm42.config import GPU_DEFAULTS, Settings
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 
@@ -34,7 +34,9 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
     written = leaves(app.args)
     defaults = leaves(Settings().model_dump(mode="json"))
     assert set(defaults) - set(written) == {"server.host", "server.port"}, "these two are in http_options"
-    assert written.items() <= defaults.items()
+    by_device = {f"verifier.{name}" for name in GPU_DEFAULTS}
+    assert {name for name, value in written.items() if value != defaults[name]} == by_device
+    assert all(written[name] is None for name in by_device)
     assert read_serve_config(CONFIG) == absolute(Settings())
 
 
@@ -53,6 +55,9 @@ def test_a_gpu_has_step_sizes_of_its_own_unless_told_otherwise() -> None:
     told = Settings.load({"model": {"device": "cuda"}, "verifier": {"buckets": [8], "block_size": 128}})
     assert (told.verifier.block_size, told.verifier.buckets) == (128, (8,))
     assert Settings().verifier.block_size == 16
+    unsaid = {"kv_tokens": None, "block_size": None, "buckets": None}
+    for model in ({"device": "cpu"}, {"device": "cuda"}, {}):
+        assert Settings.load({"model": model, "verifier": unsaid}) == Settings.load({"model": model})
     again = Settings.load(told.model_dump(mode="json"))
     assert again == told, "what is sent to a replica is what was configured"
 

@@ -281,7 +281,7 @@ class TestFingerprint:
 
 
 NOT_IN_AN_OUTPUT = {
-    "llm42": """__init__ __main__ affinity affinity_trace audit_* canon claims cli cli_telemetry commands
+    "llm42": """__init__ __main__ affinity affinity_trace audit_* canon claims cli cli_* commands
         config demo embedded inbox local logs metrics observe prometheus receipt replay steps top
         tracing verdict verify_call""",
     "deployments": """__init__ actors admission app asgi audit audit_* bodies deltas errors failover

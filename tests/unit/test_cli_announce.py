@@ -8,7 +8,8 @@ import shlex
 import pydantic
 import pytest
 
-from llm42.cli import _announce, _setting_error
+from llm42.cli import _announce
+from llm42.cli_errors import setting_error
 from llm42.config import Settings
 
 
@@ -37,4 +38,4 @@ def test_the_printed_request_can_be_pasted(
 def test_a_wrong_setting_is_one_line(tree: dict[str, object], line: str) -> None:
     with pytest.raises(pydantic.ValidationError) as caught:
         Settings.load(tree)
-    assert [_setting_error(e) for e in caught.value.errors()] == [line]
+    assert [setting_error(e) for e in caught.value.errors()] == [line]
