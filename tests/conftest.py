@@ -15,6 +15,8 @@ from llm42.config import Settings
 
 prepare_environment()
 
+from tests.support import Lab  # noqa: E402
+
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
 hypothesis_settings.register_profile("repeatable", derandomize=True)
@@ -50,3 +52,16 @@ def service(cluster_settings: Settings) -> Iterator[Service]:
     with Service(cluster_settings) as running:
         running.wait_deterministic()
         yield running
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """One tiny model, certified once: for whatever needs an engine and a verifier together."""
+    return Lab.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def lab(tiny: Lab) -> Iterator[Lab]:
+    """The tiny model's lab; whatever a test starts is closed after it."""
+    yield tiny
+    tiny.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,6 @@ from deployments.launch import Service
 from llm42.config import Settings
 from tests.chaos.support import App
 from tests.support import Lab
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """The tiny model, its certificate and its oracle."""
-    return Lab.make(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def lab(tiny: Lab) -> Iterator[Lab]:
-    """The lab; whatever a test starts is closed after it."""
-    yield tiny
-    tiny.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One tiny model, certified once, for the tests that need an engine and a verifier together."""
+"""The lab with the torch engine or with vLLM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support import Lab, VllmPool, vllm_missing
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """The model and its certificate."""
-    return Lab.make(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")

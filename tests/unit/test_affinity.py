@@ -4,37 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from llm42 import fingerprint as fp
 from llm42.affinity import Output, replay_outputs
 from llm42.affinity_trace import first_difference
 from llm42.config import Settings
+from llm42.engine.batch import PlainAttention
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
-from llm42_kernels.cpu import cpu_operators
+from llm42_kernels import cpu
+from llm42_kernels.attention_cpu import attention_tiled
 from llm42_kernels.linear import rounded_head
 from llm42_kernels.operators import Operators
+from tests.support import VOCAB, Lab
 
-SETTINGS = Settings.load({"verifier": {"buckets": [16, 64], "kv_tokens": 2048, "certificate_dir": None}})
 PROMPT = tuple(range(200, 230))
+STEP = 64
+"""Rows of a prompt that both sides compute in one step: products of one shape, so equal bits everywhere."""
+Parts = tuple[LoadedModel, Verifier]
 
 
 @pytest.fixture(scope="module")
-def parts() -> Iterator[tuple[LoadedModel, Verifier]]:
-    model, tokenizer = load_for(SETTINGS)
-    verifier = build_verifier(SETTINGS, model, tokenizer).start()
+def settings(tiny: Lab) -> Settings:
+    verifier = {"buckets": [16, STEP], "kv_tokens": 2048, "certificate_dir": None}
+    model = {"path": tiny.settings.model.path, "max_model_len": 768}
+    return Settings.load({"model": model, "verifier": verifier})
+
+
+@pytest.fixture(scope="module")
+def parts(settings: Settings) -> Iterator[Parts]:
+    model, tokenizer = load_for(settings)
+    verifier = build_verifier(settings, model, tokenizer).start()
     yield model, verifier
     verifier.close()
 
 
 @pytest.fixture(scope="module")
-def own(parts: tuple[LoadedModel, Verifier]) -> Output:
+def own(parts: Parts) -> Output:
     """What the verifier itself answers, 24 tokens."""
     out = Output(PROMPT)
     for _ in range(24):
@@ -47,20 +61,18 @@ def own(parts: tuple[LoadedModel, Verifier]) -> Output:
     return out
 
 
-def test_the_verifiers_own_output_has_no_mismatch(parts: tuple[LoadedModel, Verifier], own: Output) -> None:
+def test_the_verifiers_own_output_has_no_mismatch(parts: Parts, own: Output) -> None:
     found = replay_outputs(parts[1], [PROMPT], [own.tokens], [own.logprobs])
     assert (found.tokens, found.mismatches, found.equal) == (24, 0, 24)
     assert found.to_json()["equal_share"] == 1.0
 
 
-def test_planted_tokens_and_log_probabilities_are_counted(
-    parts: tuple[LoadedModel, Verifier], own: Output
-) -> None:
+def test_planted_tokens_and_log_probabilities_are_counted(parts: Parts, own: Output) -> None:
     """Two outputs, each with one wrong token at another place: what follows is judged after that token."""
     outputs, logprobs = [], []
     for at in (0, 23):
         tokens = list(own.tokens)
-        tokens[at] = (tokens[at] + 1) % 40000
+        tokens[at] = (tokens[at] + 1) % VOCAB
         outputs.append(tokens)
         logprobs.append(own.logprobs)
     shifted = [x + 1e-3 for x in own.logprobs]
@@ -89,47 +101,60 @@ def _one_ulp(ops: Operators, operator: str, call: int) -> Operators:
     return replace(ops, **{operator: broken})
 
 
+def _side(parts: Parts) -> tuple[Operators, tuple[Any, ...]]:
+    """The verifier's own operators as the fast path's, and what else the comparison takes: a prompt that is
+    one whole step."""
+    verifier = parts[1]
+    named = {k: v for k, v in verifier.manifest["providers"].items() if k in cpu.PROVIDERS}
+    return cpu.cpu_operators(named), (verifier.manifest, tuple(range(100, 100 + STEP)), STEP, 1)
+
+
+@pytest.fixture
+def canonical_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast path's chunks with the verifier's attention: their own products have another shape, and it is
+    the machine's affair whether those give equal bits."""
+
+    def chunk(self: PlainAttention, layer: int, q: Tensor, table: Tensor, start: int) -> Tensor:
+        keys, values = self.kv.gather(layer, table)
+        return attention_tiled(q, keys, values, start, self.scale).flatten(1)
+
+    monkeypatch.setattr(PlainAttention, "_chunk", chunk)
+
+
 @pytest.mark.parametrize(
     ("operator", "call", "place"),
-    [("silu_mul", 7, "after layer 7 gate_up"), ("linear", 10, "layer 2 gate_up"),
-     ("rms_norm", 0, "after the embedding"), ("rotary", 29, "after layer 29 qkv")],
+    [("silu_mul", 1, "after layer 1 gate_up"), ("linear", 10, "layer 2 gate_up"),
+     ("rms_norm", 0, "after the embedding"), ("rotary", 2, "after layer 2 qkv")],
 )  # fmt: skip
 def test_the_planted_operator_is_named(
-    parts: tuple[LoadedModel, Verifier], own: Output, operator: str, call: int, place: str
+    parts: Parts, settings: Settings, canonical_attention: None, operator: str, call: int, place: str
 ) -> None:
-    model, verifier = parts
-    tokens = (*PROMPT, *own.tokens[:3])
-    # the verifier's own operators: without the plant nothing may differ in the prompt's chunk
-    ops = cpu_operators(
-        {k: v for k, v in verifier.manifest["providers"].items() if k in ("linear", "lm_head")}
-    )
-    args = (verifier.manifest, tokens[: len(PROMPT)], len(PROMPT), 1)
-    found = first_difference(SETTINGS, model, _one_ulp(ops, operator, call), *args)
+    ops, args = _side(parts)
+    assert first_difference(settings, parts[0], ops, *args) is None, "without the plant nothing differs"
+    found = first_difference(settings, parts[0], _one_ulp(ops, operator, call), *args)
     assert found is not None
-    assert (found.operator, found.place, found.position) == (operator, place, len(PROMPT) - 1)
+    assert (found.operator, found.place, found.position) == (operator, place, STEP - 1)
     assert found.differing == (1 if operator != "rotary" else found.differing)
 
 
 def test_a_broken_attention_is_named(
-    parts: tuple[LoadedModel, Verifier], monkeypatch: pytest.MonkeyPatch
+    parts: Parts, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llm42.engine import batch
+    usual = PlainAttention._chunk
 
-    usual = batch.PlainAttention._chunk
-
-    def shifted(self: batch.PlainAttention, *args: object) -> torch.Tensor:
+    def shifted(self: PlainAttention, *args: object) -> Tensor:
         return usual(self, *args) * 1.01  # type: ignore[arg-type]
 
-    monkeypatch.setattr(batch.PlainAttention, "_chunk", shifted)
-    model, verifier = parts
-    found = first_difference(SETTINGS, model, cpu_operators(), verifier.manifest, PROMPT, len(PROMPT), 1)
+    monkeypatch.setattr(PlainAttention, "_chunk", shifted)
+    ops, args = _side(parts)
+    found = first_difference(settings, parts[0], ops, *args)
     assert found is not None
     assert (found.operator, found.place) == ("attention", "layer 0")
 
 
 def test_rounded_logits_tie_to_the_lowest_id() -> None:
     logits = torch.tensor([[1.0, 8.001, 8.002, 8.0]])
-    ops = replace(cpu_operators(), lm_head=lambda x, w, b: x)
+    ops = replace(cpu.cpu_operators(), lm_head=lambda x, w, b: x)
     rounded = rounded_head(ops, torch.bfloat16).lm_head(logits, logits, None)
     assert rounded.dtype == torch.float32
     assert sample_row(logits[0], SamplingParams(), [1], 1).token == 2
@@ -137,16 +162,15 @@ def test_rounded_logits_tie_to_the_lowest_id() -> None:
 
 
 def test_the_settings_are_in_the_fingerprint_and_change_the_bits(
-    parts: tuple[LoadedModel, Verifier], own: Output
+    parts: Parts, own: Output, settings: Settings
 ) -> None:
-    settings = SETTINGS.model_copy(
-        update={"verifier": SETTINGS.verifier.model_copy(update={"logits_dtype": "activation"})}
-    )
+    changed = settings.verifier.model_copy(update={"logits_dtype": "activation"})
+    rounded = settings.model_copy(update={"verifier": changed})
     model, verifier = parts
-    _, tokenizer = load_for(SETTINGS)
-    before, after = (fp.inputs(model, s, tokenizer.identity) for s in (SETTINGS, settings))
+    _, tokenizer = load_for(settings)
+    before, after = (fp.inputs(model, s, tokenizer.identity) for s in (settings, rounded))
     assert fp.differing_fields(before, after) == {"logits_dtype": ("float32", "activation")}
-    rounding = build_verifier(settings, model, tokenizer).start()
+    rounding = build_verifier(rounded, model, tokenizer).start()
     try:
         assert rounding.fingerprint != verifier.fingerprint
         found = replay_outputs(rounding, [PROMPT], [own.tokens], [own.logprobs])

@@ -4,7 +4,7 @@ fall back."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,7 +20,6 @@ from llm42 import fingerprint as fp
 from llm42.cli import app
 from llm42.config import Settings
 from llm42.fingerprint import device, libraries, source
-from llm42.models.fetch import fetch_smollm2
 from llm42.models.load import load_model, sampled_identity
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
@@ -36,7 +35,7 @@ from llm42.verifier.certify import (
 from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.plants import PLANTS
 from llm42_kernels import attention_cpu, cpu, linear
-from tests.support import write_model
+from tests.support import Lab, write_model
 
 CAUGHT_AS = {
     "row-position": "linear",
@@ -51,12 +50,10 @@ CAUGHT_AS = {
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tiny: Lab, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     directory = str(tmp_path_factory.mktemp("certificates"))
-    path = str(fetch_smollm2(".models/smollm2"))
-    return Settings.load(
-        {"model": {"path": path}, "verifier": {"certificate_dir": directory, "buckets": (8, 16, 64)}}
-    )
+    model = {"path": tiny.settings.model.path, "max_model_len": 768}
+    return Settings.load({"model": model, "verifier": {"certificate_dir": directory, "buckets": (8, 16, 64)}})
 
 
 @pytest.fixture(scope="module")
@@ -108,37 +105,42 @@ def test_a_planted_run_is_never_kept(settings: Settings, loaded: tuple[LoadedMod
     assert all(not json.loads(f.read_text())["plants"] for f in directory.glob("*.certificate"))
 
 
+def _depends_on_the_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Row by row, but for another last bit in steps of 8 rows."""
+    y = linear.linear_row(x, weight, bias)
+    return y if x.shape[0] != 8 else torch.nextafter(y, y + 1)
+
+
 @pytest.fixture
-def broken_mkl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The fastest product depends on the step size."""
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = linear.linear_mkl(x, weight, bias)
-        return y if x.shape[0] != 8 else torch.nextafter(y, y + 1)
-
-    monkeypatch.setitem(linear.CPU_PROVIDERS, "mkl", product)
-    return
+def by_row(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Products whose rows cannot depend on each other on any machine, whatever its library does; the table of
+    the linear operator's providers, to be changed."""
+    monkeypatch.setitem(cpu.PROVIDERS, "lm_head", {"row": linear.lm_head_row})
+    table = {"row": linear.linear_row}
+    monkeypatch.setitem(cpu.PROVIDERS, "linear", table)
+    monkeypatch.setattr(linear, "CPU_PROVIDERS", table)
+    return table
 
 
 def test_the_next_provider_is_used(
-    broken_mkl: None, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]
+    by_row: dict[str, Any], settings: Settings, loaded: tuple[LoadedModel, Tokenizer]
 ) -> None:
+    right = by_row.pop("row")
+    by_row |= {"broken": _depends_on_the_step, "row": right}
     certificate = certify_cpu(loaded[0], settings.verifier)
-    assert certificate.providers["linear"] == "mkl-tile"
+    assert certificate.providers["linear"] == "row"
     failed = [r for r in certificate.reports if not r.passed]
-    assert [(r.operator, r.provider) for r in failed] == [("linear", "mkl")]
+    assert [(r.operator, r.provider, r.buckets) for r in failed] == [("linear", "broken", (16, 64))]
+    assert certificate.buckets == (8, 16, 64), "the next one is right at every step size"
 
 
 def test_small_steps_are_dropped_when_only_large_ones_agree(
-    broken_mkl: None,
-    settings: Settings,
-    loaded: tuple[LoadedModel, Tokenizer],
-    monkeypatch: pytest.MonkeyPatch,
+    by_row: dict[str, Any], settings: Settings, loaded: tuple[LoadedModel, Tokenizer]
 ) -> None:
-    for other in ("mkl-tile", "row"):
-        monkeypatch.delitem(linear.CPU_PROVIDERS, other)
+    by_row.clear()
+    by_row["broken"] = _depends_on_the_step
     certificate = certify_cpu(loaded[0], settings.verifier)
-    assert certificate.providers["linear"] == "mkl"
+    assert certificate.providers["linear"] == "broken"
     assert certificate.buckets == (16, 64)
 
 

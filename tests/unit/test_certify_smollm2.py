@@ -1,0 +1,41 @@
+"""Certification of a real model: it passes, and every plant is caught under its operator's name."""
+
+from __future__ import annotations
+
+import pytest
+
+from llm42.config import Settings
+from llm42.models.weights import LoadedModel
+from llm42.tokenizer import Tokenizer
+from llm42.verifier.build import load_for
+from llm42.verifier.certify import CertificationFailed, certify_cpu
+from llm42.verifier.plants import PLANTS
+from llm42_kernels import cpu
+
+SETTINGS = Settings.load({"verifier": {"certificate_dir": None, "buckets": (8, 16, 64)}})
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[LoadedModel, Tokenizer]:
+    return load_for(SETTINGS)
+
+
+@pytest.mark.slow
+def test_it_passes(loaded: tuple[LoadedModel, Tokenizer]) -> None:
+    certificate = certify_cpu(loaded[0], SETTINGS.verifier)
+    assert set(certificate.providers) == {*cpu.PROVIDERS, "attention", "sampling"}
+    assert certificate.compared_rows > 1000
+    assert certificate.buckets[-1] == 64
+
+
+QUICK = "row-residue"
+"""Caught by the first check of the first operator."""
+
+
+@pytest.mark.parametrize(
+    "plant", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in sorted(PLANTS)]
+)
+def test_every_plant_is_caught(plant: str, loaded: tuple[LoadedModel, Tokenizer]) -> None:
+    with pytest.raises(CertificationFailed) as caught:
+        certify_cpu(loaded[0], SETTINGS.verifier, [plant])
+    assert caught.value.operator == PLANTS[plant].operator
