@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments import errors
@@ -33,10 +31,12 @@ async def until_disconnect(http: Request, work: Awaitable[T]) -> T:
 
     The request's body must have been read before.
     """
-    return await _unless_disconnected(http.receive, work)
+    return await unless_disconnected(http.receive, work)
 
 
-async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """The same for who has only the connection's `receive`."""
+
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -51,32 +51,6 @@ async def _unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.wait([task, gone])
-
-
-class EventStream(Response):
-    """Server-sent events from a generator, which is closed as soon as the client has gone."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[str, None], headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})})
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends head and events; returns quietly when the connection breaks."""
-        try:
-            await _unless_disconnected(receive, self._send_all(send))
-        except (ClientGone, OSError):
-            return
-
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events):
-            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(head)
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class BodyLimit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from deployments.sse import event as event_of
 from llm42.logs import event
 from llm42.metrics import OTHER, REJECTS, Metrics
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
@@ -29,6 +30,7 @@ _TYPES = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -106,11 +108,6 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     )
 
 
-def sse_error(error: Exception) -> str:
-    """The event that ends a stream which has already begun."""
-    return f"data: {json.dumps(describe(error)[1])}\n\n"
-
-
 class ErrorReply(Response):
     """An error as it is sent, with its line in the log: where it is sent, the request is known."""
 
@@ -141,11 +138,18 @@ class Errors:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
-    def respond(self, status: int, body: dict[str, Any], reason: str | None = None) -> Response:
-        """The error as a response, with Retry-After where waiting helps. reason: for the log; the message."""
+    def respond(
+        self,
+        status: int,
+        body: dict[str, Any],
+        reason: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """The error as a response, with Retry-After where waiting helps. reason: for the log; the message.
+        headers: further ones."""
         self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
         retry = RETRY_AFTER_S.get(status)
-        headers = {"Retry-After": str(retry)} if retry else {}
+        headers = dict(headers or {}) | ({"Retry-After": str(retry)} if retry else {})
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return ErrorReply(status, body, headers, body["error"]["message"] if reason is None else reason)
@@ -156,6 +160,12 @@ class Errors:
         # what a chat template or a parser says of its input may quote it
         quotes = isinstance(error, RequestRejected) and error.__cause__ is not None
         return self.respond(status, body, str(error).partition(":")[0] if quotes else None)
+
+    def as_event(self, error: Exception) -> str:
+        """The event that ends a stream which has already begun; counted like the others."""
+        body = describe(error)[1]
+        self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
+        return event_of(json.dumps(body))
 
     async def on_validation_error(self, request: Request, error: Exception) -> Response:
         """FastAPI's 422 becomes a 400 that names the field, or says why the body is no JSON object."""
@@ -179,7 +189,7 @@ class Errors:
         code = {408: "body_timeout", 413: "body_too_large"}.get(status)
         if status == 400 and error.__cause__ is not None:
             text, code = _unreadable(error.__cause__), "invalid_json"
-        return self.respond(status, error_object(text, status, None, code))
+        return self.respond(status, error_object(text, status, None, code), headers=error.headers)
 
     async def on_error(self, _: Request, error: Exception) -> Response:
         """What a handler has let through."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,20 +13,23 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from deployments import errors
-from deployments.asgi import BodyLimit, ClientGone, EventStream, RequestIds, until_disconnect
+from deployments.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
 from deployments.audit_api import add_audits
 from deployments.deltas import interleave
+from deployments.docs_page import HEADERS, page
+from deployments.front import Cors, Front
 from deployments.large import OffLoop, dump, require_renderable
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
 from deployments.policy import KeyGate, KeyPolicy
 from deployments.render import Renderer
+from deployments.streams import EventStream, Pieces, begin, end, events_of
 from deployments.text_routes import text_routes
-from deployments.translate import Plan, plan
+from deployments.translate import plan
 from llm42 import __version__
 from llm42.config import Settings
 from llm42.metrics import Metrics, NullMetrics
@@ -35,7 +38,6 @@ from llm42.receipt import Keyring
 from llm42.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-Pieces = AsyncGenerator[tuple[int, Delta], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,12 @@ def create_app(
 ) -> FastAPI:
     """The application; every reply and error is in OpenAI's shape, and every error status is counted."""
     app = FastAPI(
-        title="LLM-42", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
+        title="LLM-42",
+        version=__version__,
+        docs_url=None,  # the library's page loads its scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,  # Front takes them as they are
+        strict_content_type=False,
     )
     answers = errors.Errors(metrics or NullMetrics())
     app.add_exception_handler(RequestValidationError, answers.on_validation_error)
@@ -124,9 +131,16 @@ def create_app(
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page(app.openapi()), headers=HEADERS)
+
     app.include_router(text_routes(settings, tokenizer))
     app.add_middleware(BodyLimit, answers=answers, timeout_s=settings.server.body_timeout_s)
     app.add_middleware(KeyGate, settings=settings, answers=answers)
+    app.add_middleware(Front, answers=answers, routes=app.routes)
+    if settings.server.cors_origins:
+        app.add_middleware(Cors, answers=answers, origins=settings.server.cors_origins)
     app.add_middleware(RequestIds)
     return app
 
@@ -166,7 +180,8 @@ class _Service:
         return JSONResponse(body, 200 if status.serving else 503)
 
     async def answer(self, body: GenerationBody, http: HttpRequest) -> Response:
-        """One generation request, whole or streamed. Errors before the first token have an HTTP status."""
+        """One generation request, whole or streamed. Errors before the first token have an HTTP status, in
+        a stream if they come before its first heartbeat."""
         try:
             # Templates and tokenisers take milliseconds per long prompt: other streams must not wait.
             policy: KeyPolicy = http.state.policy
@@ -182,9 +197,12 @@ class _Service:
                 pieces = policy.hold(len(made.requests), pieces)
             renderer = Renderer(made, self._settings.model.name, self._tokenizer, self._keyring)
             if made.stream:
-                first = await until_disconnect(http, _first(pieces))
-                events = _events(made, renderer, first, pieces, self._off_loop)
-                return EventStream(events, renderer.headers(first))
+                patience_s = self._settings.server.heartbeat_s
+                first = await begin(http, pieces, patience_s)
+                known = first.result() if first.done() else None
+                events = events_of(made, renderer, first, pieces, self._off_loop, self._answers)
+                close = partial(end, first, pieces)
+                return EventStream(events, renderer.headers(known), close, patience_s)
             text = await until_disconnect(http, _whole(renderer, pieces, self._off_loop))
             return Response(text, headers=renderer.headers(), media_type="application/json")
         except ClientGone:
@@ -195,38 +213,8 @@ class _Service:
             return self._answers.from_exception(error)
 
 
-async def _first(pieces: Pieces) -> tuple[int, Delta] | None:
-    """The first piece; when that fails or is cancelled, the stream is closed."""
-    try:
-        return await anext(pieces, None)
-    except BaseException:
-        await pieces.aclose()
-        raise
-
-
 async def _whole(renderer: Renderer, pieces: Pieces, off_loop: OffLoop) -> bytes:
     async with aclosing(pieces):
         async for index, delta in pieces:
             renderer.add(index, delta)
     return await off_loop.run(renderer.reply_size(), lambda: dump(renderer.reply()).encode())
-
-
-async def _events(
-    made: Plan, renderer: Renderer, first: tuple[int, Delta] | None, pieces: Pieces, off_loop: OffLoop
-) -> AsyncGenerator[str, None]:
-    """Server-sent events: chunks, then usage if asked for, or one error event; `[DONE]` always comes last."""
-    async with aclosing(pieces):
-        try:
-            item = first
-            while item is not None:
-                event = await off_loop.run(renderer.chunk_size(*item), partial(renderer.chunk, *item))
-                if event is not None:
-                    yield event
-                item = await anext(pieces, None)
-            if made.include_usage:
-                yield renderer.usage_chunk()
-        except Exception as error:
-            if errors.status_of(error) == 500:
-                log.exception("a stream failed")
-            yield errors.sse_error(error)
-        yield "data: [DONE]\n\n"

@@ -11,6 +11,7 @@ from deployments.deltas import merge
 from deployments.large import LARGE, dump
 from deployments.logprobs import LogprobWriter, TokenNames
 from deployments.receipts import Receipts
+from deployments.sse import event
 from deployments.translate import Plan
 from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
 from llm42.receipt import Keyring
@@ -161,7 +162,7 @@ class Renderer:
     def _event(self, body: dict[str, Any], large: bool = False) -> str:
         kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
         whole = self._envelope(kind) | body
-        return f"data: {dump(whole) if large else json.dumps(whole, ensure_ascii=False)}\n\n"
+        return event(dump(whole) if large else json.dumps(whole, ensure_ascii=False))
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -217,6 +217,9 @@ class ApiKeySettings(_Section):
     )
 
 
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*]+)$")]
+
+
 class ServerSettings(_Section):
     """The HTTP side."""
 
@@ -229,8 +232,17 @@ class ServerSettings(_Section):
     api_keys: tuple[ApiKeySettings, ...] = Field(
         (), description="keys of which a request must present one; none: nobody is asked for a key"
     )
+    cors_origins: tuple[Origin, ...] = Field(
+        (), description="pages (https://HOST[:PORT]) whose scripts may use the API; '*': all; none: no page"
+    )
     body_timeout_s: float = Field(
         60.0, gt=0, description="a request whose body is not there by then is refused"
+    )
+    heartbeat_s: float = Field(
+        10.0,
+        ge=0,
+        description="a stream that has had nothing to send for this long sends a comment, and its head before"
+        " that; 0: never",
     )
     max_queued: int = Field(256, gt=0, description="requests a replica holds; beyond it 429")
     deterministic_share: float = Field(

@@ -139,7 +139,7 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
 # Requests, as clients see them. One request of the API is several when it asks for several choices.
 REQUESTS = _define(_I, _C, "requests", "requests", "Requests that ended, by outcome", MODE, OUTCOME)
-REJECTS = _define(_I, _C, "rejects", "requests", "HTTP requests answered with an error status", REASON)
+REJECTS = _define(_I, _C, "rejects", "requests", "HTTP requests answered with an error", REASON)
 FAILOVERS = _define(_I, _C, "failovers", "requests", "Streams that another replica went on with", MODE)
 PROMPT_TOKENS = _define(_I, _C, "prompt_tokens", "tokens", "Prompt tokens of requests", MODE)
 OUTPUT_TOKENS = _define(_I, _C, "output_tokens", "tokens", "Output tokens sent to clients", MODE)

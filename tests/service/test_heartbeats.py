@@ -1,0 +1,175 @@
+"""Streams that have nothing to say yet: the head comes, then comments; what a stream sends stays the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from deployments import sse
+from deployments.http_app import create_app
+from llm42.config import Settings
+from llm42.protocol import Delta, FinishReason, Overloaded, Request, VerifierUnavailable
+from llm42.tokenizer import Tokenizer
+from tests.service.connection import connect
+from tests.service.scripted import MODEL, Script, Scripted, assert_error, chat, client, completion, events
+
+BEAT_S = 0.05
+
+
+def settings_of(heartbeat_s: float) -> Settings:
+    return Settings.load({"server": {"heartbeat_s": heartbeat_s}})
+
+
+def slow(before_s: float, between_s: float = 0.0, error: Exception | None = None) -> Script:
+    """Waits, says two pieces with a pause between them, and ends or fails; without a pause fails at once."""
+
+    async def script(request: Request) -> AsyncGenerator[Delta, None]:
+        await asyncio.sleep(before_s)
+        if error and not between_s:
+            raise error
+        yield Delta((7,), "one")
+        await asyncio.sleep(between_s)
+        if error:
+            raise error
+        yield Delta((8,), " two", finish_reason=FinishReason.STOP)
+
+    return script
+
+
+def without_comments(text: str) -> str:
+    return "".join(part + "\n\n" for part in text.split("\n\n") if part and not part.startswith(":"))
+
+
+def comparable(text: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k not in ("id", "created")} for e in events(text)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_head_does_not_wait_for_the_first_token(tokenizer: Tokenizer, path: str) -> None:
+    """A place in a queue, a long prompt: the client learns within the heartbeat's time that it is served."""
+    body = (chat if "chat" in path else completion)(stream=True)
+    link, _, task = connect(tokenizer, slow(60.0), settings_of(BEAT_S), path, body)
+    await asyncio.sleep(BEAT_S * 8)
+    assert link.sent, "no head and no byte"
+    assert link.sent[0]["status"] == 200
+    assert link.text.startswith(sse.HEARTBEAT)
+    assert set(link.text.split("\n\n")) == {sse.HEARTBEAT.strip(), ""}
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_comments_come_between_events_that_stay_the_same(tokenizer: Tokenizer) -> None:
+    """Before the first token, and between two; with 0 there are none, and the events are equal."""
+    texts = []
+    for heartbeat_s in (0.0, BEAT_S, 30.0):
+        script = slow(BEAT_S * 4, BEAT_S * 4)
+        async with client(tokenizer, script, settings_of(heartbeat_s)) as (http, _):
+            reply = await http.post("/v1/completions", json=completion(stream=True, seed=1))
+            texts.append(reply.text)
+    never, often, seldom = texts
+    assert ":" not in {part[0] for part in (never + seldom).split("\n\n") if part}
+    assert re.match(r"(: [^\n]*\n\n){2,}data: \{", often)
+    assert re.search(r"\}\n\n(: [^\n]*\n\n){2,}data: \{", often)
+    assert often.endswith("data: [DONE]\n\n"), "nothing comes after the end"
+    assert comparable(without_comments(often)) == comparable(never) == comparable(seldom)
+
+
+async def test_no_comment_where_events_are_frequent_or_the_client_does_not_read(tokenizer: Tokenizer) -> None:
+    async def steady(request: Request) -> AsyncGenerator[Delta, None]:
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            yield Delta((7,), "x")
+        yield Delta((7,), "x", finish_reason=FinishReason.STOP)
+
+    settings, body = settings_of(0.3), completion(stream=True)
+    link, _, task = connect(tokenizer, steady, settings, "/v1/completions", body)
+    await asyncio.wait_for(task, 10)
+    assert sse.HEARTBEAT not in link.text
+    link, _, task = connect(tokenizer, slow(0.0, 0.1), settings_of(0.4), "/v1/completions", body)
+    while len(link.sent) < 2:
+        await asyncio.sleep(0.01)
+    link.reading.clear()  # the second event waits for its reader
+    await asyncio.sleep(1.2)
+    link.reading.set()
+    await asyncio.wait_for(task, 10)
+    assert sse.HEARTBEAT not in link.text
+    assert len(events(link.text)) == 2
+
+
+@pytest.mark.parametrize(("error", "status"), [(Overloaded("full"), 429), (VerifierUnavailable("none"), 503)])
+async def test_an_error_has_a_status_while_the_head_is_not_sent_and_is_an_event_after(
+    tokenizer: Tokenizer, error: Exception, status: int
+) -> None:
+    body = completion(stream=True)
+    async with client(tokenizer, slow(BEAT_S, error=error), settings_of(5.0)) as (http, _):
+        assert_error(await http.post("/v1/completions", json=body), status, None)
+    async with client(tokenizer, slow(BEAT_S * 4, error=error), settings_of(BEAT_S)) as (http, _):
+        reply = await http.post("/v1/completions", json=body)
+    assert reply.status_code == 200
+    (event,) = events(without_comments(reply.text))
+    assert event["error"]["message"] == str(error)
+
+
+@pytest.mark.parametrize("patience", [1, 6])
+async def test_a_client_that_leaves_before_the_first_token_frees_its_place(
+    tokenizer: Tokenizer, patience: int
+) -> None:
+    """Before the head, and after it."""
+    body = completion(stream=True)
+    link, backend, task = connect(tokenizer, slow(60.0), settings_of(BEAT_S * 3), "/v1/completions", body)
+    await asyncio.sleep(BEAT_S * patience)
+    assert backend.requests
+    link.leave()
+    await asyncio.wait_for(backend.closed.wait(), 1)
+    await asyncio.wait_for(task, 1)
+
+
+async def test_a_connection_that_breaks_at_the_head_frees_its_place(tokenizer: Tokenizer) -> None:
+    """The stream has not begun then: closing it would not reach what it is made of."""
+    link, backend, task = connect(
+        tokenizer, slow(60.0), settings_of(BEAT_S), "/v1/completions", completion(stream=True)
+    )
+    link.broken = True
+    await asyncio.wait_for(backend.closed.wait(), 2)
+    await asyncio.wait_for(task, 1)
+
+
+async def test_a_whole_reply_has_one_status_and_no_comments(tokenizer: Tokenizer) -> None:
+    async with client(tokenizer, slow(BEAT_S * 4), settings_of(BEAT_S)) as (http, _):
+        reply = await http.post("/v1/completions", json=completion())
+        assert reply.text == json.dumps(reply.json(), ensure_ascii=False)
+    late = slow(BEAT_S * 4, error=Overloaded("full"))
+    async with client(tokenizer, late, settings_of(BEAT_S)) as (http, _):
+        assert_error(await http.post("/v1/completions", json=completion()), 429, None)
+
+
+async def test_clients_skip_the_comments(tokenizer: Tokenizer) -> None:
+    """The openai client and httpx over a real connection."""
+    app = create_app(settings_of(BEAT_S), tokenizer, Scripted(slow(BEAT_S * 4, BEAT_S * 4)))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as api:
+            stream = await api.completions.create(model=MODEL, prompt="Hi", stream=True)
+            assert "".join([c.choices[0].text async for c in stream]) == "one two"
+        async with (
+            httpx.AsyncClient() as http,
+            http.stream("POST", f"{url}/v1/completions", json=completion(stream=True)) as reply,
+        ):
+            lines = [line async for line in reply.aiter_lines() if line]
+        assert sum(line.startswith(":") for line in lines) >= 2
+        assert [x[:5] for x in lines if not x.startswith(":")] == ["data:"] * 3
+    finally:
+        server.should_exit = True
+        await serving
