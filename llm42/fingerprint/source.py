@@ -1,47 +1,88 @@
-"""The hash of the code that makes outputs of requests."""
+"""The hash of the code that makes outputs: of what the code means (syntax.py), not of how it is written.
+
+Every module of the packages counts unless NOT_IN_AN_OUTPUT says why it does not: a new one counts from the
+day it is written.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import deployments
 import llm42
 import llm42_kernels
+from llm42.fingerprint.syntax import meaning
 
-CODE = (
-    "kernels",
-    "models",
-    "verifier",
-    "sampling.py",
-    "noise.py",
-    "cache.py",
-    "threads.py",
-    "tokenizer.py",
-    "chat_template.py",
-    "text.py",
-    "protocol.py",
-    "session.py",
-    "driver.py",
-    "outputs.py",
-    "prompt_scores.py",
-)
-REQUEST_CODE = ("translate.py", "openai_types.py", "prompts.py", "messages.py")
-"""What makes protocol requests of HTTP bodies: defaults, limits, the seeds of several choices."""
+PACKAGES = (llm42, deployments, llm42_kernels)
+
+_STARTS = "starts, places, counts and ends processes; what they compute is elsewhere"
+_ASKS = "a command: what it asks is in its options, what it prints was computed elsewhere"
+_TELLS = "tells what happened; a request and its output pass it unchanged, or not at all"
+_COMPARES = "compares stored answers with the verifier's; its findings are no output"
+_REFUSES = "decides whether and when a request is answered, not how"
+
+NOT_IN_AN_OUTPUT: dict[str, str] = {
+    "llm42/__init__.py": "the version's number",
+    "llm42/__main__.py": _ASKS,
+    "llm42/cli.py": _ASKS,
+    "llm42/cli_telemetry.py": _TELLS,
+    "llm42/commands.py": _ASKS,
+    "llm42/steps.py": _TELLS,
+    "llm42/top.py": _TELLS,
+    "llm42/demo.py": _COMPARES,
+    "llm42/affinity*.py": _COMPARES,
+    "llm42/audit_*.py": _COMPARES,
+    "llm42/canon.py": _COMPARES,
+    "llm42/claims.py": _COMPARES,
+    "llm42/replay.py": _COMPARES,
+    "llm42/verdict.py": _COMPARES,
+    "llm42/config.py": "the values of the settings that count are in the manifest",
+    "llm42/logs.py": _TELLS,
+    "llm42/metrics.py": _TELLS,
+    "llm42/observe.py": _TELLS,
+    "llm42/prometheus.py": _TELLS,
+    "llm42/tracing.py": _TELLS,
+    "llm42/engine/*": "engines only propose: every token of a deterministic answer is the verifier's",
+    "llm42/fingerprint/*": "says what the bits depend on, and makes none",
+    "llm42/models/errors.py": _REFUSES,
+    "llm42/models/export.py": "writes a copy of the model for vLLM, which only proposes",
+    "llm42/models/fetch.py": "brings files, whose contents are in the manifest",
+    "deployments/__init__.py": "empty",
+    "deployments/actors.py": _STARTS,
+    "deployments/admission.py": _REFUSES,
+    "deployments/app.py": _STARTS,
+    "deployments/audit*.py": _COMPARES,
+    "deployments/errors.py": "what is said instead of an output",
+    "deployments/launch.py": _STARTS,
+    "deployments/policy.py": _REFUSES,
+    "deployments/preflight.py": _STARTS,
+    "deployments/ray_metrics.py": _TELLS,
+    "deployments/router.py": "which replica answers, which may be any",
+    "deployments/scaling.py": _STARTS,
+    "deployments/supervisor*.py": _STARTS,
+    "deployments/text_routes.py": "ids of texts and texts of ids; no generated output",
+    "deployments/watched.py": _STARTS,
+}
+"""Modules (patterns of package/path) that cannot change an output, each with the reason."""
 
 
+@cache
 def code_hash() -> str:
-    """Hash over the source of the kernels and of everything that makes an output of a request."""
-    package, service = Path(llm42.__file__).parent, Path(deployments.__file__).parent
-    roots = [Path(llm42_kernels.__file__).parent if name == "kernels" else package / name for name in CODE]
-    return source_hash([*roots, *(service / name for name in REQUEST_CODE)])
+    """Hash of everything that makes an output of a request; computed once, of what this process runs."""
+    return source_hash((Path(str(p.__file__)).parent for p in PACKAGES), NOT_IN_AN_OUTPUT)
 
 
-def source_hash(roots: Iterable[Path]) -> str:
-    """Hash over Python files and, of folders, all Python files in them: names and contents."""
-    hashed = hashlib.sha256()
+def source_hash(roots: Iterable[Path], without: Iterable[str] = ()) -> str:
+    """Hash of the names and meanings of Python files and, of folders, of all Python files in them; 16 hex
+    digits. Names are relative to a root's parent. without: patterns of names that do not count."""
+    patterns, hashed = tuple(without), hashlib.sha256()
     for root in roots:
         for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
-            hashed.update(f"{file.relative_to(root.parent)}\0".encode() + file.read_bytes())
+            name = file.relative_to(root.parent).as_posix()
+            if not any(fnmatchcase(name, pattern) for pattern in patterns):
+                hashed.update(f"{name}\0{meaning(file.read_bytes())}\0".encode())
     return hashed.hexdigest()[:16]
