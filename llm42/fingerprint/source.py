@@ -29,7 +29,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/__init__.py": "the version's number",
     "llm42/__main__.py": _ASKS,
     "llm42/cli.py": _ASKS,
-    "llm42/cli_telemetry.py": _TELLS,
+    "llm42/cli_*.py": _ASKS,
     "llm42/commands.py": _ASKS,
     "llm42/steps.py": _TELLS,
     "llm42/top.py": _TELLS,
