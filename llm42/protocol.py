@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class FinishReason(StrEnum):
@@ -174,9 +175,20 @@ class Delta:
 
 
 class LLM42Error(Exception):
-    """Base of the errors that a user can act on."""
+    """Base of the errors that a user can act on. Whatever their constructors take, they can be pickled: they
+    cross processes, and a replica's constructor that raises one is told of by Serve."""
 
     code = "internal_error"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args, self.__dict__.copy())
+
+
+def _remade(kind: type[LLM42Error], args: tuple[Any, ...], state: dict[str, Any]) -> LLM42Error:
+    """A pickled error, with its fields; not by its constructor, which may take something else than `args`."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class RequestRejected(LLM42Error):

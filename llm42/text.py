@@ -29,15 +29,15 @@ class OutputText:
     prompt: Sequence[int] = ()
     stopped: bool = False
     _held: str = ""
-    _exempt: int = 0
-    """Characters at the start of `_held` in which no stop string may end."""
     _count: int = 0
     _detokenizer: Detokenizer = field(init=False)
     _ends: frozenset[int] = field(init=False)
+    _searches: list[StopSearch] = field(init=False)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer, prompt=self.prompt)
         self._ends = frozenset(() if self.include_stop else self.stop_token_ids)
+        self._searches = [StopSearch(s) for s in self.stop]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, request: Request) -> Self:
@@ -70,28 +70,61 @@ class OutputText:
             return ""
         shown = self._add(self._detokenizer.flush()) + self._held
         self._held = ""
+        self._searches = [StopSearch(s) for s in self.stop]
         return shown
 
     def _add(self, piece: str) -> str:
+        before = len(self._held)
         self._held += piece
-        if self.min_tokens and self._count <= self.min_tokens:
-            self._exempt = len(self._held)
-        if found := [(at, s) for s in self.stop if (at := self._find(s)) >= 0]:
+        ends = [(search.push(piece), search.stop) for search in self._searches]
+        found = [(before + end - len(s), s) for end, s in ends if end]
+        if found and not (self.min_tokens and self._count <= self.min_tokens):
             at, s = min(found)
             self.stopped = True
             shown, self._held = self._held[: at + (len(s) if self.include_stop else 0)], ""
             return shown
-        keep = max((_overlap(self._held, s) for s in self.stop), default=0)
-        split = len(self._held) - keep
-        self._exempt = max(0, self._exempt - split)
+        split = len(self._held) - self._pending()
         shown, self._held = self._held[:split], self._held[split:]
         return shown
 
-    def _find(self, stop: str) -> int:
-        """Where in `_held` the first stop string lies that ends after the exempt part; -1: nowhere."""
-        return self._held.find(stop, max(0, self._exempt - len(stop) + 1))
+    def _pending(self) -> int:
+        """Characters at the end of the text that may begin a stop string."""
+        return max((search.matched for search in self._searches), default=0)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+class StopSearch:
+    """One stop string in a text that grows (Knuth, Morris and Pratt): each character costs a constant, on
+    average, whatever the text and the stop string have in common."""
+
+    __slots__ = ("_borders", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        """Length of the longest end of the text that is a proper beginning of the stop string."""
+        self._borders = [0, 0]
+        """[n]: the same of stop[:n], looked up only as far as the text has matched."""
+
+    def push(self, piece: str) -> int:
+        """Adds a piece of text; where in it (one past) the first occurrence ends, 0: none ends in it."""
+        if not self.matched and self.stop[0] not in piece:
+            return 0
+        first = 0
+        for at, character in enumerate(piece, 1):
+            self.matched = self._extended(self.matched, character)
+            if self.matched == len(self.stop):
+                first = first or at
+                self.matched = self._border(self.matched)
+        return first
+
+    def _extended(self, matched: int, character: str) -> int:
+        """How much is matched after one more character."""
+        while matched and self.stop[matched] != character:
+            matched = self._border(matched)
+        return matched + (self.stop[matched] == character)
+
+    def _border(self, length: int) -> int:
+        borders = self._borders
+        while len(borders) <= length:
+            borders.append(self._extended(borders[-1], self.stop[len(borders) - 1]))
+        return borders[length]

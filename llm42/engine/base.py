@@ -33,6 +33,9 @@ class EngineOutput:
     """With an error: the field of the request that is to blame, if one is."""
 
 
+SAME_ID = "two requests with this id at a time: each needs an id of its own"
+"""How both of them end: either's owner would abort the other by its id, and leave it waiting for ever."""
+
 Sink = Callable[[EngineOutput], None]
 """Called from the engine's thread; must not block."""
 

@@ -8,10 +8,10 @@ from llm42.engine.base import Sink
 from llm42.protocol import Request, TokenLogprob
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Running:
     """A request in the engine: KV is written for tokens[:computed] in `blocks`; the rest is to be
-    computed."""
+    computed. Compared by identity: the lists of them are searched in each step."""
 
     request: Request
     sink: Sink

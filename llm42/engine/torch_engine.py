@@ -18,7 +18,7 @@ import torch
 
 from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings, engine_threads
-from llm42.engine.base import EngineLoad, EngineOutput, Sink
+from llm42.engine.base import SAME_ID, EngineLoad, EngineOutput, Sink
 from llm42.engine.batch import BatchRunner, Rows
 from llm42.engine.limits import require_known_ids, require_room
 from llm42.engine.running import Running
@@ -116,7 +116,13 @@ class TorchEngine:
     # -------------------------------------------------------------------------------
 
     def _enter(self, running: Running) -> None:
-        self._requests[running.request.request_id] = running
+        request_id = running.request.request_id
+        if (other := self._requests.get(request_id)) is not None:
+            self._leave(request_id)
+            for each in (other, running):
+                self._report(each, error=SAME_ID)
+            return
+        self._requests[request_id] = running
         self._wait(running, last=True)
 
     def _wait(self, running: Running, last: bool) -> None:

@@ -27,7 +27,7 @@ from contextlib import aclosing
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.base import EngineLoad, Sink
+from llm42.engine.base import SAME_ID, EngineLoad, Sink
 from llm42.engine.limits import require_room
 from llm42.engine.vllm_connection import Connection, connect
 from llm42.engine.vllm_sampling import arguments_of, finish_of, reason_of, token_logprobs
@@ -188,10 +188,9 @@ class VllmEngine:
         if self._gone:
             stream.report(error=STOPPED)
         elif (other := self._streams.get(stream.request.request_id)) is not None:
-            # either's owner would abort the other by its id, and leave it waiting for ever
             self._stop(other)
             for each in (other, stream):
-                self._fail(each, "two requests with this id at a time: each needs an id of its own")
+                self._fail(each, SAME_ID)
         else:
             self._streams[stream.request.request_id] = stream
             self._proceed(stream)

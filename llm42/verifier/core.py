@@ -34,6 +34,7 @@ from llm42.protocol import (
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
 from llm42.verifier.plan import PipelinedRunner, Runner
+from llm42.verifier.refusal import refusal_of
 from llm42.verifier.sequences import SequenceStore
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Verifier:
         self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
         self._max_waiting = max_waiting
         self._inbox: queue.SimpleQueue[Job | str | float | None] = queue.SimpleQueue()
+        self._entering, self._entry = 0, threading.Lock()
+        """Windows in the inbox, where releases lie too; the lock is for the count."""
         self._waiting: deque[Job] = deque()
         self._active: list[Job] = []
         self._stats = VerifierStats(kv_blocks=pool.num_blocks)
@@ -109,17 +112,24 @@ class Verifier:
         VerifierUnavailable when closed."""
         if self._closed:
             raise VerifierUnavailable("the verifier is closed")
-        if self._inbox.qsize() + len(self._waiting) >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
         future: Future[Answer] = Future()
-        refusal = self._refuse(window)
+        refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)
         if refusal is not None:
             future.set_result(refusal)
-        else:
-            self._inbox.put(Job(window, future, time.monotonic(), cold=cold))
-            if self._closed:  # asked after the put: either the thread's end sees the job, or this does
-                raise VerifierUnavailable("the verifier is closed")
+            return future
+        with self._entry:
+            if self._queued >= self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
+            self._entering += 1
+        self._inbox.put(Job(window, future, time.monotonic(), cold=cold))
+        if self._closed:  # asked after the put: either the thread's end sees the job, or this does
+            raise VerifierUnavailable("the verifier is closed")
         return future
+
+    @property
+    def _queued(self) -> int:
+        """Windows that wait to be admitted."""
+        return self._entering + len(self._waiting)
 
     def verify(self, windows: Seq[Window]) -> list[Answer]:
         """Blocks until all are answered."""
@@ -154,27 +164,10 @@ class Verifier:
     def stats(self) -> VerifierStats:
         """The counters, with the present queue and cache sizes."""
         s, pool = self._stats, self._pool
-        s.waiting, s.active = self._inbox.qsize() + len(self._waiting), len(self._active)
+        s.waiting, s.active = self._queued, len(self._active)
         s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
         s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
         return s
-
-    def _refuse(self, window: Window) -> Failure | None:
-        length = len(window.tokens) + len(window.candidates)
-        if not window.tokens or not 0 < window.prompt_len <= len(window.tokens):
-            return Failure(window.request_id, "invalid_window", "a window needs a prompt inside its tokens")
-        if length > self.max_len:
-            text = f"{length} tokens are beyond the context of {self.max_len}"
-            return Failure(window.request_id, "context_length_exceeded", text)
-        if not self._store.fits(window):
-            text = f"{length} tokens do not fit the verifier's KV cache (raise verifier.kv_tokens)"
-            return Failure(window.request_id, "context_length_exceeded", text)
-        if not all(0 <= t < self.vocab_size for t in (*window.tokens, *window.candidates)):
-            return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
-        if not window.sampling.fits(self.vocab_size):
-            text = "logit_bias or min_tokens names an id outside the vocabulary"
-            return Failure(window.request_id, "invalid_window", text)
-        return None
 
     # ---- the step thread
     # ---------------------------------------------------------------------------------------
@@ -255,7 +248,9 @@ class Verifier:
 
     def _receive(self, message: Job | str | float | None) -> None:
         if isinstance(message, Job):
-            self._waiting.append(message)
+            self._waiting.append(message)  # first: it is never counted in neither place
+            with self._entry:
+                self._entering -= 1
         elif isinstance(message, float):
             self._store.release_older(message)
         elif message is not None:
@@ -287,17 +282,20 @@ class Verifier:
     def _plan(self) -> list[tuple[Job, int]]:
         """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest
         prompt."""
-        budget = self._buckets[-1]
-        waiting = [j for j in self._active if j.issued < j.end]
-        short = [j for j in waiting if j.end - j.issued <= budget // 2]
-        long = [j for j in waiting if j.end - j.issued > budget // 2]
-        reserve = budget // 4 if long else 0
-        plan: dict[int, tuple[Job, int]] = {}
-        for job in (*short, *long):
-            room = budget - sum(count for _, count in plan.values()) - (reserve if job in short else 0)
-            if room > 0:
-                plan[id(job)] = (job, min(job.end - job.issued, room))
-        return list(plan.values())
+        budget, plan, used = self._buckets[-1], list[tuple[Job, int]](), 0
+        short: list[Job] = []
+        long: list[Job] = []
+        for job in self._active:
+            if job.left:
+                (short if job.left <= budget // 2 else long).append(job)
+        for jobs, limit in ((short, budget - (budget // 4 if long else 0)), (long, budget)):
+            for job in jobs:
+                if used >= limit:
+                    break
+                count = min(job.left, limit - used)
+                plan.append((job, count))
+                used += count
+        return plan
 
     def _advance(self, job: Job, count: int, sampled: list[Sampled]) -> None:
         job.next += count

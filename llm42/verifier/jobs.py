@@ -14,10 +14,10 @@ from llm42.verifier.sequences import Sequence
 Answer = Commit | Failure
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
     """One window on its way through the verifier; rows [next, end) are still to be computed, and those
-    before `issued` are in a step that runs."""
+    before `issued` are in a step that runs. Compared by identity: a list of them is searched in each step."""
 
     window: Window
     future: Future[Answer]
@@ -37,6 +37,11 @@ class Job:
     def end(self) -> int:
         """One past the last position to compute."""
         return len(self.window.tokens) + len(self.window.candidates)
+
+    @property
+    def left(self) -> int:
+        """Rows that no step has yet."""
+        return self.end - self.issued
 
     def rows(self, count: int) -> SequenceRows:
         """The next `count` rows, as a runner wants them."""

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE
 
-from llm42 import text as text_module
-from llm42.text import OutputText
+from llm42.text import OutputText, StopSearch
 from llm42.tokenizer import Detokenizer, Tokenizer
 from tests.support import write_model
 
@@ -192,6 +191,7 @@ class SearchesOnlyTheNewPiece(OutputText):
 
     def _add(self, piece: str) -> str:
         self._held = ""
+        self._searches = [StopSearch(s) for s in self.stop]
         return OutputText._add(self, piece)
 
 
@@ -215,7 +215,7 @@ class TakesTheFirstStopInTheList(OutputText):
     def _add(self, piece: str) -> str:
         for stop in self.stop:
             if stop in self._held + piece:
-                self.stop = (stop,)
+                self._searches = [s for s in self._searches if s.stop == stop]
                 break
         return OutputText._add(self, piece)
 
@@ -259,7 +259,7 @@ def test_control_broken_outputs_are_noticed(byte_level: Tokenizer, broken: type[
 
 
 def test_control_not_holding_back_leaks(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_module, "_overlap", lambda text, stop: 0)
+    monkeypatch.setattr(OutputText, "_pending", lambda self: 0)
     assert noticed(OutputText, byte_level)
 
 
@@ -274,8 +274,11 @@ class ForgetsTheMinimum(OutputText):
 class ExemptsTheBeginning(OutputText):
     """A stop string must begin after the minimum, not only end there."""
 
-    def _find(self, stop: str) -> int:
-        return self._held.find(stop, self._exempt)
+    def _add(self, piece: str) -> str:
+        shown = OutputText._add(self, piece)
+        if self._count <= self.min_tokens:
+            self._searches = [StopSearch(s) for s in self.stop]
+        return shown
 
 
 @pytest.mark.parametrize("broken", [ForgetsTheMinimum, ExemptsTheBeginning])

@@ -1,0 +1,137 @@
+"""What counts as a waiting window, what is looked at of each, and what a step's plan costs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm42.cache import BlockPool
+from llm42.protocol import Commit, Failure, Overloaded, SamplingParams, Window
+from llm42.verifier.core import Verifier
+from llm42.verifier.jobs import Answer, Job
+from tests.unit.shadow_runner import VOCAB, ShadowRunner
+
+
+def verifier_of(max_waiting: int = 4, blocks: int = 64) -> Verifier:
+    """Without a thread, over a shadow of the KV cache."""
+    pool = BlockPool(blocks, 2)
+    return Verifier(
+        ShadowRunner(pool),
+        pool,
+        buckets=(2, 4),
+        max_len=2 * blocks,
+        vocab_size=VOCAB,
+        fingerprint="fp",
+        max_waiting=max_waiting,
+    )
+
+
+def window_of(name: str, *tokens: int, candidates: tuple[int, ...] = ()) -> Window:
+    return Window(name, tokens, 1, candidates, SamplingParams())
+
+
+def stepped(verifier: Verifier, window: Window) -> Answer:
+    """The window's answer."""
+    future = verifier.submit(window)
+    while not future.done():
+        verifier.step()
+    return future.result()
+
+
+def test_releases_are_no_windows() -> None:
+    """However many requests end during a step, windows still have all their places; and windows that are
+    there still count, before and after the step thread has taken them in."""
+    verifier = verifier_of()
+    for number in range(1000):
+        verifier.release(f"over{number}")
+    verifier.forget_idle(0.0)
+    assert verifier.stats().waiting == 0
+    futures = [verifier.submit(window_of(f"r{i}", 1, 2)) for i in range(4)]
+    with pytest.raises(Overloaded, match="4 windows"):
+        verifier.submit(window_of("one too many", 1, 2))
+    verifier._drain()
+    assert verifier.stats().waiting == 4
+    with pytest.raises(Overloaded):
+        verifier.submit(window_of("still too many", 1, 2))
+    while not all(f.done() for f in futures):
+        verifier.step()
+    assert all(isinstance(f.result(), Commit) for f in futures)
+    assert verifier.stats().waiting == 0
+
+
+def test_a_refused_window_takes_no_place() -> None:
+    verifier = verifier_of(max_waiting=1)
+    for _ in range(3):
+        assert isinstance(verifier.submit(window_of("wrong", 1, VOCAB)).result(), Failure)
+    verifier.submit(window_of("right", 1, 2))
+
+
+WRONG: tuple[Any, ...] = (VOCAB, -1, 2**31, 2**32, 2**63, 2**70, -(2**40), 1.5, "1", None)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("held", [False, True])
+def test_every_token_of_every_window_is_looked_at(wrong: Any, held: bool) -> None:
+    """Also where the verifier holds the request already: what it holds says nothing of the next window."""
+    verifier = verifier_of()
+    good = window_of("r", *(i % 3 for i in range(8)), candidates=(1, 2))
+    if held:
+        assert isinstance(stepped(verifier, good), Commit)
+    for place in range(8):
+        tokens = (*good.tokens[:place], wrong, *good.tokens[place + 1 :])
+        for window in (replace(good, tokens=tokens), replace(good, candidates=(1, wrong))):
+            answer = verifier.submit(window).result(0)
+            assert isinstance(answer, Failure)
+            assert answer.code == "invalid_window"
+
+
+def test_the_largest_id_is_one() -> None:
+    verifier = verifier_of()
+    answer = stepped(verifier, window_of("r", 0, VOCAB - 1, candidates=(VOCAB - 1,)))
+    assert isinstance(answer, Failure)
+    assert answer.code == "non_finite_logits", "what the shadow says of its last id, when it has computed it"
+
+
+def plan_seconds(jobs: int) -> float:
+    """CPU time of one plan with so many windows of 3 rows, one token apart."""
+    verifier = verifier_of(max_waiting=jobs, blocks=1 << 14)
+    verifier._buckets = (1 << 14,)
+    common = tuple(i % VOCAB for i in range(2000))
+    for i in range(jobs):
+        window = Window(f"r{i}", (*common, i % VOCAB), 1, (1, 2), SamplingParams())
+        verifier._active.append(Job(window, None, 0.0, next=1999, issued=1999))  # type: ignore[arg-type]
+    best = float("inf")
+    for _ in range(5):
+        began = time.thread_time()
+        plan = verifier._plan()
+        best = min(best, time.thread_time() - began)
+        assert [count for _, count in plan] == [4] * jobs
+    return best
+
+
+def test_a_plan_takes_time_in_proportion_to_its_windows() -> None:
+    """Eight times as many: about eight times the time (it was 64 times)."""
+    assert plan_seconds(1024) < 24 * plan_seconds(128)
+
+
+def test_windows_first_but_a_quarter_for_the_oldest_prompt() -> None:
+    verifier = verifier_of()
+    verifier._buckets = (16,)
+
+    def job(left: int) -> Job:
+        window = window_of("r", *range(4))
+        return Job(window, None, 0.0, issued=4 - left)  # type: ignore[arg-type]
+
+    def planned(*left: int) -> list[tuple[int, int]]:
+        jobs = [job(n) for n in left]
+        verifier._active = jobs
+        return [(jobs.index(j), count) for j, count in verifier._plan()]
+
+    assert planned(3, 0, 5) == [(0, 3), (2, 5)]
+    assert planned(8, 8, 8) == [(0, 8), (1, 8)]
+    assert planned(100, 8, 8) == [(1, 8), (2, 4), (0, 4)]
+    assert planned(9, 30) == [(0, 9), (1, 7)]
+    assert planned(5, 100, 20) == [(0, 5), (1, 11)]
