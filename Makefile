@@ -30,7 +30,7 @@ VLLM_REQUIREMENTS := import importlib.metadata as m, re; \
 # One thread: two that wait for each other make no progress when something else wants a core.
 VLLM_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: run demo test test-vllm lint format clean
+.PHONY: run demo test test-all test-vllm lint format clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED) $(MODEL)
@@ -39,12 +39,17 @@ run: $(INSTALLED) $(MODEL)
 demo: $(INSTALLED) $(MODEL)
 	@exec $(BIN)/llm42 demo --config $(CONFIG) $(DEMO_ARGS)
 
+# What is not marked slow, in processes side by side (tests/tiers.py); its last line says what was left out.
 test: lint $(MODEL)
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m tests.tiers quick $(PYTEST_ARGS)
 
-# The protocol tests once more, with vLLM as the fast path. About 20 minutes on two cores; not part of `make test`.
+# Everything that needs neither a GPU nor vLLM.
+test-all: lint $(MODEL)
+	$(BIN)/python -m tests.tiers all $(PYTEST_ARGS)
+
+# The protocol tests once more, with vLLM as the fast path.
 test-vllm: $(VLLM_INSTALLED) $(MODEL)
-	$(VLLM_ENV) $(VLLM_BIN)/python -m pytest tests/protocol -m vllm $(PYTEST_ARGS)
+	$(VLLM_ENV) $(VLLM_BIN)/python -m tests.tiers vllm $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -23,6 +23,13 @@ hypothesis_settings.register_profile("repeatable", derandomize=True)
 hypothesis_settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever uses the cluster is marked so: the marker decides in which process a test runs."""
+    for item in items:
+        if "cluster_settings" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.service)
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on. Not one that the kernel gives to whoever asks for any:
     Ray's processes do, before the service listens on it."""

@@ -1,5 +1,4 @@
-"""Runs only in a process started with TRITON_INTERPRET=1 (tests/unit/test_triton_interpreter.py starts
-it)."""
+"""Runs only in a process started with TRITON_INTERPRET=1 (tests/tiers.py starts it)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -55,11 +56,8 @@ def test_a_cancellation_that_meets_an_event_is_not_lost() -> None:
     assert asyncio.run(leaves(_Drive))
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="wait_for is built on timeout() from Python 3.12 on")
 def test_control_wait_for_may_lose_it() -> None:
-    import sys
-
-    if sys.version_info >= (3, 12):
-        pytest.skip("wait_for is built on timeout() from Python 3.12 on")
     assert not asyncio.run(leaves(WaitsFor))
 
 
