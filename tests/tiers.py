@@ -5,9 +5,9 @@
     python -m tests.tiers vllm [pytest's options]    those, where vLLM is installed
     python -m tests.tiers told all vllm              fails where more was left out than tests/skips.txt names
 
-What needs the Ray cluster waits half of its time, so it runs beside what needs a core. Triton's interpreter is
-chosen when Triton is imported, so its cases have a process of their own. The output of each process goes to a
-file in build/tests; the end of it is shown when all are done, all of it when something failed.
+What needs the Ray cluster waits half of its time, so it runs beside what needs a core. Triton's interpreter
+is chosen when Triton is imported, so its cases have a process of their own. The output of each process goes
+to a file in build/tests; its end is shown when all are done, all of it when something failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Part:
 
 
 LOCAL = Part("local", ("tests",), "not service and not gpu and not vllm")
-CLUSTER = Part("cluster", ("tests",), "service and not gpu and not vllm")
+CLUSTER = Part(
+    "cluster", ("tests/service", "tests/chaos", "tests/metrics"), "service and not gpu and not vllm"
+)
 INTERPRETER = Part(
     "interpreter",
     ("tests/interpreter",),
@@ -89,7 +91,7 @@ class Running:
         ]
         command += ["-o", f"cache_dir=.pytest_cache/{part.name}", *part.options]
         command += ["-m", part.marks] if part.marks else []
-        # one thread each: threads that wait for each other make no progress when the other process has the core
+        # one thread each: those that wait for each other make no progress while another process has the core
         env = {"OMP_NUM_THREADS": "1"} | os.environ | part.env
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
@@ -116,7 +118,7 @@ def run(tier: str, options: list[str]) -> int:
     for one in running:
         print(f"{tier}: {one.part.name} is running: {one.log.relative_to(ROOT)}", flush=True)
     try:
-        while not all([one.done() for one in running]):
+        while sum(one.done() for one in running) < len(running):
             time.sleep(0.2)
     except KeyboardInterrupt:  # the terminal has told the children too: a cluster needs time to end
         for one in running:

@@ -29,6 +29,7 @@ TOKENS = 28
 PROMPTS = ("Why is the sky blue?", "Explain recursion to a ten-year-old.", "Write a haiku about winter.")
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
+slow = pytest.mark.slow
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 MakeEngine = Callable[[float], AnyEngine]
 
@@ -140,7 +141,7 @@ def differing(lab: Lab, got: Sequence[Answer], sampling: SamplingParams) -> int:
     return sum(a != lab.oracle(p, sampling) for a, p in zip(got, PROMPTS, strict=True))
 
 
-@pytest.mark.parametrize("load", [0, 5, 16])
+@pytest.mark.parametrize("load", [pytest.param(0, marks=slow), 5, pytest.param(16, marks=slow)])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_equals_the_oracle_at_every_load(
     lab: Lab, make_engine: MakeEngine, sampling: SamplingParams, load: int
@@ -150,6 +151,7 @@ def test_equals_the_oracle_at_every_load(
     assert all(s.windows >= 1 and s.verified_tokens >= len(a[0]) for a, s in zip(got, stats, strict=True))
 
 
+@slow
 @pytest.mark.parametrize("share", [0.1, 1.0])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_corrupt_fast_path_changes_nothing(
@@ -178,6 +180,7 @@ class AcceptsEverything(LocalVerifier):
         ]
 
 
+@slow
 def test_control_a_verifier_that_accepts_everything_is_noticed(lab: Lab, make_engine: MakeEngine) -> None:
     got, _ = answers(lab, make_engine(0.3), GREEDY, 2, AcceptsEverything(lab.verifier))
     assert differing(lab, got, GREEDY) > 0
@@ -195,6 +198,7 @@ class ReleasesBeforeCommit(Session):
         return [Emit((), ()), *actions[1:]]
 
 
+@slow
 def test_control_a_session_that_releases_before_commit_is_noticed(
     lab: Lab, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
