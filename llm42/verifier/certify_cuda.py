@@ -5,7 +5,7 @@ For each operator the providers are tried in order of speed and the first that p
 used: no bucket is dropped here, because a K-ordered provider exists for every operator. If none passes,
 CertificationFailed names the operator. Plants break one operator; `split-k` needs no code: start the
 process without llm42_kernels.cublas.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
-and cuBLAS itself is the violation."""
+and cuBLAS itself is the violation: no other product is tried then."""
 
 from __future__ import annotations
 
@@ -90,6 +90,8 @@ class _Certifier:
         self.tally, self.reports = Tally(), list[OperatorReport]()
         c = model.config
         self.names = cuda.candidates(settings.affinity)
+        if "split-k" in plants:  # the library as it comes is on trial: nothing stands in for it
+            self.names |= {"linear": ("cublas",), "lm_head": ("cublas",)}
         (self.attention,) = self.names["attention"]
         heads = (c.num_heads, c.num_kv_heads, c.head_dim)
         self.shape = ATTENTION[self.attention](*heads, settings.block_size)
