@@ -100,7 +100,7 @@ def _runner(model: LoadedModel, kv: KVCache, buckets: tuple[int, ...], max_len: 
         from llm42_kernels.cuda import cuda_operators
 
         return CudaRunner(model, cuda_operators(), kv, buckets, max_len)
-    from llm42.verifier.certify import canonical_set
+    from llm42.verifier.canonical import canonical_set
     from llm42.verifier.cpu_runner import CPURunner
 
     parts = canonical_set({})

@@ -18,7 +18,7 @@ from llm42.config import Settings
 from llm42.engine.batch import BatchRunner, Rows
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
-from llm42.verifier.certify import canonical_set
+from llm42.verifier.canonical import canonical_set
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plan import SequenceRows
 from llm42_kernels.operators import Operators
@@ -119,7 +119,7 @@ def canonical_records(
     settings: Settings, model: LoadedModel, manifest: Mapping[str, Any], tokens: Sequence[int]
 ) -> list[tuple[str, str, tuple[Tensor, ...]]]:
     """The verifier's side: outputs for all rows of the sequence."""
-    parts, bucket = canonical_set(manifest["providers"]), manifest["buckets"][-1]
+    parts, bucket = canonical_set(manifest["providers"]), manifest["reference_rows"]
     recorder, c, size = Recorder(model, parts.ops), model.config, settings.verifier.block_size
     blocks = -(-len(tokens) // size)
     kv = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, model.dtype)

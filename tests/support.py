@@ -38,7 +38,8 @@ from llm42.protocol import (
 from llm42.threads import set_threads, torch_threads
 from llm42.tokenizer import Detokenizer, Tokenizer
 from llm42.verifier.build import certificate_for, load_for
-from llm42.verifier.certify import Certificate, canonical_set
+from llm42.verifier.canonical import canonical_set
+from llm42.verifier.certify import Certificate
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42_kernels.cpu import cpu_operators

@@ -1,7 +1,9 @@
 """The fingerprint: what the verifier's bits depend on, as a manifest that can be compared field by field,
 and its hash.
 
-`inputs` are known before certification and key the certificate cache; `manifest` adds the outcome.
+`inputs` are known before certification, `manifest` adds the outcome. What can change no bit is not in it: a
+change without cause would cost every client its stored comparisons. A kept certificate has a key of its own
+(`certificate_key`), which holds in addition what certification was run with.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from llm42.fingerprint.environment import steering_variables
 from llm42.fingerprint.libraries import library_versions
 from llm42.fingerprint.source import code_hash, source_hash
 from llm42.models.weights import LoadedModel
+from llm42.verifier.sizes import REFERENCE_ROWS, device_kind
 
 __all__ = [
     "SCHEDULE_VERSION",
+    "certificate_key",
     "code_hash",
     "device_facts",
     "differing_fields",
@@ -40,14 +44,12 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
     """Everything known before certification."""
     return {
         "model": model.identity,
-        "model_name": settings.model.name,
         "architecture": model.config.architecture,
         "dequantiser": model.dequantiser,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": settings.model.max_model_len,
         "tokenizer": tokenizer_identity,
-        "configured_buckets": list(settings.verifier.buckets),
-        "block_size": settings.verifier.block_size,
+        "reference_rows": REFERENCE_ROWS[device_kind(model.device)],
         "parallel_size": 1,
         "affinity": settings.verifier.affinity,
         "logits_dtype": "activation" if settings.verifier.rounds_logits else "float32",
@@ -61,11 +63,15 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
     }
 
 
-def manifest(
-    known: Mapping[str, Any], providers: Mapping[str, str], buckets: tuple[int, ...], golden: str
-) -> dict[str, Any]:
+def certificate_key(known: Mapping[str, Any], settings: Settings) -> str:
+    """The name under which a certificate is kept: `inputs`, and what else certification looks at."""
+    v = settings.verifier
+    return digest({**known, "configured_rows": list(v.buckets), "block_size": v.block_size})
+
+
+def manifest(known: Mapping[str, Any], providers: Mapping[str, str], golden: str) -> dict[str, Any]:
     """Inputs and outcome of certification, and the digest of the known answers (verifier/golden.py)."""
-    return {**known, "providers": dict(providers), "buckets": list(buckets), "golden": golden}
+    return {**known, "providers": dict(providers), "golden": golden}
 
 
 def fingerprint(full: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
 from llm42 import fingerprint as fp
-from llm42.cache import BlockPool, KVCache
+from llm42.cache import BlockPool
 from llm42.config import Settings
 from llm42.models.errors import ModelFileError
 from llm42.models.load import load_model
@@ -15,20 +16,22 @@ from llm42.models.weights import LoadedModel
 from llm42.threads import device_lost, set_threads, torch_threads
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda
+from llm42.verifier.canonical import block_pool, canonical_runner, canonical_set
 from llm42.verifier.certify import (
     Certificate,
+    CertificationFailed,
     Progress,
-    canonical_set,
     certify_cpu,
     load_certificate,
     save_certificate,
 )
 from llm42.verifier.core import Verifier
-from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.golden import golden_answers_now
 from llm42.verifier.plan import Runner
 from llm42.verifier.plants import PLANTS
-from llm42_kernels.linear import rounded_head
+from llm42.verifier.sizes import device_kind, log_unused
+
+log = logging.getLogger(__name__)
 
 
 def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
@@ -47,12 +50,14 @@ def certificate_for(
     tokenizer: Tokenizer,
     plants: Iterable[str] = (),
     progress: Progress = lambda _: None,
+    fresh: bool = False,
 ) -> Certificate:
-    """The kept certificate for exactly these inputs, or a fresh one. Raises CertificationFailed."""
+    """The kept certificate for exactly these inputs, or a new one. fresh: always a new one. Raises
+    CertificationFailed, GoldenFailed."""
     plants = tuple(plants)
-    key = fp.digest(fp.inputs(model, settings, tokenizer.identity))
+    key = fp.certificate_key(fp.inputs(model, settings, tokenizer.identity), settings)
     directory = settings.verifier.certificate_dir
-    kept = None if plants else load_certificate(directory, key)
+    kept = None if plants or fresh else load_certificate(directory, key)
     if kept is not None:
         return kept
     certificate = replace(certify(settings, model, plants, progress), key=key)
@@ -86,10 +91,32 @@ def build_verifier(
     certificate: Certificate | None = None,
     progress: Progress = lambda _: None,
 ) -> Verifier:
-    """A certified verifier, not yet started. Raises CertificationFailed."""
+    """A certified verifier, not yet started. A kept certificate whose known answers do not come out again is
+    replaced. Raises CertificationFailed, GoldenFailed."""
     if model is None or tokenizer is None:
         model, tokenizer = load_for(settings)
     certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
+    progress("known answers")
+    verifier = _that_answers_as_known(settings, model, certificate)
+    if verifier is None and certificate.cached:
+        log.warning("the known answers kept with the certificate do not come out here: certifying anew")
+        certificate = certificate_for(settings, model, tokenizer, progress=progress, fresh=True)
+        verifier = _that_answers_as_known(settings, model, certificate)
+    if verifier is None:
+        sizes = ", ".join(map(str, certificate.buckets))
+        raise CertificationFailed("model", [f"steps of {sizes} rows have other known answers than certified"])
+    log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
+    known = fp.inputs(model, settings, tokenizer.identity)
+    verifier.manifest = fp.manifest(known, certificate.providers, certificate.golden.digest)
+    verifier.fingerprint = fp.fingerprint(verifier.manifest)
+    return verifier
+
+
+def _that_answers_as_known(
+    settings: Settings, model: LoadedModel, certificate: Certificate
+) -> Verifier | None:
+    """A verifier with a certificate's providers; None if it computes other known answers than the
+    certificate has."""
     make_runner = cuda_runner if on_cuda(model) else _cpu_runner
     runner, pool = make_runner(settings, model, certificate, certificate.key)
     verifier = Verifier(
@@ -103,25 +130,17 @@ def build_verifier(
         on_thread_start=_thread_setup(settings.verifier.threads),
         device_lost=partial(device_lost, model.device),
     )
-    progress("known answers")
-    known = fp.inputs(model, settings, tokenizer.identity)
     with torch_threads(settings.verifier.threads):
-        golden = golden_answers_now(verifier)
-    verifier.manifest = fp.manifest(known, certificate.providers, certificate.buckets, golden)
-    verifier.fingerprint = fp.fingerprint(verifier.manifest)
-    return verifier
+        found = golden_answers_now(verifier, certificate.golden.tokens)
+    return verifier if found == certificate.golden else None
 
 
 def _cpu_runner(
     settings: Settings, model: LoadedModel, certificate: Certificate, name: str
 ) -> tuple[Runner, BlockPool]:
-    v, c = settings.verifier, model.config
-    blocks = -(-v.kv_tokens // v.block_size)
-    kv = KVCache(c.num_layers, blocks, v.block_size, c.num_kv_heads, c.head_dim, model.dtype)
-    parts = canonical_set(certificate.providers)
-    ops = rounded_head(parts.ops, model.dtype) if v.rounds_logits else parts.ops
-    runner = CPURunner(model, ops, kv, certificate.buckets, parts.attention, parts.sampler)
-    return runner, BlockPool(blocks, v.block_size, root=name.encode())
+    v, parts = settings.verifier, canonical_set(certificate.providers)
+    runner = canonical_runner(model, parts, certificate.buckets, v.kv_tokens, v.block_size, v.rounds_logits)
+    return runner, block_pool(v.kv_tokens, v.block_size, name)
 
 
 def _thread_setup(threads: int) -> Callable[[], None]:

@@ -1,11 +1,12 @@
 """Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of
 llm42_kernels/cuda.py.
 
-For each operator the providers are tried in order of speed and the first that passes at every step size is
-used: no bucket is dropped here, because a K-ordered provider exists for every operator. If none passes,
-CertificationFailed names the operator. Plants break one operator; `split-k` needs no code: start the
-process without llm42_kernels.cublas.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)),
-and cuBLAS itself is the violation: no other product is tried then."""
+For each operator the providers are tried in order of speed and the first that passes at every step size of
+sizes.py is used: a K-ordered provider exists for every operator. If none passes, CertificationFailed names
+the operator. A configured size that is none of these and has other bits than the reference is not used.
+Plants break one operator; `split-k` needs no code: start the process without
+llm42_kernels.cublas.CUBLAS_ENVIRONMENT (and say so with plants=("split-k",)), and cuBLAS itself is the
+violation: no other product is tried then."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm42.cache import KVCache
+from llm42.cache import BlockPool, KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
-from llm42.verifier.certify import Certificate, CertificationFailed, OperatorReport, Progress
-from llm42.verifier.checks import RowSubject, Tally, Violation, check_rows
+from llm42.verifier.certify import Certificate, CertificationFailed, Certifier, Progress
+from llm42.verifier.checks import RowSubject, Violation, check_rows
 from llm42.verifier.checks_cuda import (
     Attention,
     check_attention_device,
@@ -32,8 +33,10 @@ from llm42.verifier.checks_cuda import (
     split_with_companions,
     tile_by_neighbour,
 )
+from llm42.verifier.core import Verifier
 from llm42.verifier.cuda_runner import ATTENTION, CudaRunner
 from llm42.verifier.cuda_sampler import sample_step_device
+from llm42.verifier.golden import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
 from llm42.verifier.step_checks import check_sampling
 from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape
@@ -81,13 +84,15 @@ def certify_cuda(
     return _Certifier(model, settings, plants, progress).run()
 
 
-class _Certifier:
+class _Certifier(Certifier):
+    kind = "cuda"
+
     def __init__(
         self, model: LoadedModel, settings: CudaSettings, plants: tuple[str, ...], progress: Progress
     ) -> None:
-        self.model, self.settings, self.plants, self.progress = model, settings, plants, progress
+        super().__init__(settings.buckets, plants, progress)
+        self.model, self.settings = model, settings
         self.device = model.weights.embed.device
-        self.tally, self.reports = Tally(), list[OperatorReport]()
         c = model.config
         self.names = cuda.candidates(settings.affinity)
         if "split-k" in plants:  # the library as it comes is on trial: nothing stands in for it
@@ -101,16 +106,18 @@ class _Certifier:
         chosen = {op: self._choose(op, self.names[op]) for op in cuda.PROVIDERS}
         chosen["attention"] = self._single("attention", self.attention, self._attention)
         chosen["sampling"] = self._single("sampling", "triton", self._sampling)
+        used, golden = self.configured, NO_ANSWERS
         if "split-k" not in self.plants:  # the runner refuses to start in that environment
-            self._single("model", "canonical", partial(self._whole, chosen))
+            used, golden = self._model(chosen), self._known_answers(chosen)
         torch.cuda.synchronize()
         return Certificate(
             providers=chosen,
-            buckets=self.settings.buckets,
+            buckets=used,
             reports=self.reports,
             compared_rows=self.tally.rows,
             seconds=round(time.monotonic() - began, 2),
             row_counts_matter=True,
+            golden=golden,
             plants=self.plants,
         )
 
@@ -120,33 +127,31 @@ class _Certifier:
             violation = self._check(operator, provider)
             self._report(operator, provider, violation)
             if violation is None:
+                self.extra = self._agreeing(operator, provider)
                 return provider
             violations.append(f"{provider}: {violation}")
         raise CertificationFailed(operator, violations)
 
     def _check(self, operator: str, provider: str) -> Violation | None:
         self.progress(f"{operator} ({provider})")
-        ops = cuda.cuda_operators({operator: provider})
-        if operator == "rms_norm" and "one-ulp" in self.plants:
-            ops = replace(ops, rms_norm=partial(_one_ulp_more, ops.rms_norm))
-        for subject in _subjects(self.model, ops, operator):
-            _, violation = check_rows(subject, self.settings.buckets, self.tally)
+        for subject in self._subjects(operator, provider):
+            _, violation = check_rows(subject, self.sizes, self.tally)
             if violation is not None:
                 return violation
         return None
 
-    def _single(self, operator: str, provider: str, check: Callable[[], Violation | None]) -> str:
-        self.progress(f"{operator} ({provider})")
-        violation = check()
-        self._report(operator, provider, violation)
-        if violation is not None:
-            raise CertificationFailed(operator, [f"{provider}: {violation}"])
-        return provider
+    def _agreeing(self, operator: str, provider: str) -> list[int]:
+        """The other configured sizes at which the chosen provider has the reference's bits."""
+        good = set(self.extra)
+        for subject in self._subjects(operator, provider) if good else ():
+            good &= set(check_rows(subject, [*self.extra, self.reference], self.tally)[0])
+        return sorted(good)
 
-    def _report(self, operator: str, provider: str, violation: Violation | None) -> None:
-        text = str(violation) if violation else None
-        buckets = self.settings.buckets
-        self.reports.append(OperatorReport(operator, provider, violation is None, buckets, text))
+    def _subjects(self, operator: str, provider: str) -> list[RowSubject]:
+        ops = cuda.cuda_operators({operator: provider})
+        if operator == "rms_norm" and "one-ulp" in self.plants:
+            ops = replace(ops, rms_norm=partial(_one_ulp_more, ops.rms_norm))
+        return _subjects(self.model, ops, operator)
 
     def _attention(self) -> Violation | None:
         make = next((ATTENTION_PLANTS[p] for p in self.plants if p in ATTENTION_PLANTS), device_attention)
@@ -161,19 +166,38 @@ class _Certifier:
 
         return check_sampling(sampler, self.model.config.vocab_size, self.tally)
 
-    def _whole(self, chosen: Mapping[str, str]) -> Violation | None:
+    def _whole(self, chosen: Mapping[str, str], used: Sequence[int]) -> Violation | None:
+        blocks = 3 * (-(-MODEL_ROWS // self.settings.block_size))
+        sizes = tuple(sorted({*used, self.reference}))
+        runner = self._runner(chosen, sizes, blocks)
+        rows = min(MODEL_ROWS, self.model.weights.cos_sin.shape[0])
+        vocab = self.model.config.vocab_size
+        return check_model_device(runner.logits, runner.kv, sizes, vocab, rows, self.tally)
+
+    def _known_answers(self, chosen: Mapping[str, str]) -> KnownAnswers:
+        self.progress("known answers")
+        sizes, size = (self.reference,), self.settings.block_size
+        blocks = -(-2 * KNOWN_ROWS // size)
+        verifier = Verifier(
+            self._runner(chosen, sizes, blocks),
+            BlockPool(blocks, size),
+            buckets=sizes,
+            max_len=self.settings.max_len,
+            vocab_size=self.model.config.vocab_size,
+            fingerprint="",
+        )
+        return golden_answers_now(verifier)
+
+    def _runner(self, chosen: Mapping[str, str], sizes: tuple[int, ...], blocks: int) -> CudaRunner:
         c, s = self.model.config, self.settings
-        blocks = 3 * (-(-MODEL_ROWS // s.block_size))
         kv = KVCache(
             c.num_layers, blocks, s.block_size, c.num_kv_heads, c.head_dim, self.model.dtype, str(self.device)
         )
         ops = cuda.cuda_operators({op: name for op, name in chosen.items() if op in cuda.PROVIDERS})
-        runner = CudaRunner(
-            self.model, ops, kv, s.buckets, MODEL_ROWS,
+        return CudaRunner(
+            self.model, ops, kv, sizes, MODEL_ROWS,
             shape=self.shape, round_logits=s.round_logits, graphs=False,
         )  # fmt: skip
-        rows = min(MODEL_ROWS, self.model.weights.cos_sin.shape[0])
-        return check_model_device(runner.logits, kv, s.buckets, c.vocab_size, rows, self.tally)
 
 
 def _one_ulp_more(norm: RMSNorm, *args: Any) -> tuple[Tensor, Tensor]:

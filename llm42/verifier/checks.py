@@ -115,20 +115,20 @@ def _companions(subject: RowSubject, rows: int, gen: torch.Generator) -> Iterato
 def check_rows(
     subject: RowSubject, buckets: Sequence[int], tally: Tally
 ) -> tuple[list[int], Violation | None]:
-    """Checks (a), (b), (c). Returns the buckets that agree with the largest one, and the first violation,
-    if any.
+    """Checks (a), (b), (c). Returns the buckets that agree with the last one, the reference, and the first
+    violation, if any.
 
-    Empty list: not even steps of the largest size alone are row-invariant.
+    Empty list: not even steps of the reference size alone are row-invariant.
     """
-    largest = check_bucket(subject, buckets[-1], tally)
-    if isinstance(largest, Violation):
-        return [], largest
+    reference = check_bucket(subject, buckets[-1], tally)
+    if isinstance(reference, Violation):
+        return [], reference
     good, first = [buckets[-1]], None
     for bucket in reversed(buckets[:-1]):
         got = check_bucket(subject, bucket, tally)
         if isinstance(got, Violation):
             first = first or got
-        elif not all(same_bits(g, w[: len(g)]) for g, w in zip(got, largest, strict=True)):
+        elif not all(same_bits(g, w[: len(g)]) for g, w in zip(got, reference, strict=True)):
             detail = f"{subject.shape}: steps of {bucket} and {buckets[-1]} rows differ"
             first = first or Violation(subject.operator, "step size", detail)
         else:

@@ -38,7 +38,7 @@ def test_the_fingerprint_names_the_known_answers(lab: Lab) -> None:
     assert verifier.fingerprint == again.fingerprint == fp.fingerprint(verifier.manifest)
     off_by_one_ulp(again)
     with torch_threads(1):
-        other = golden_answers_now(again)
+        other = golden_answers_now(again).digest
     assert other != verifier.manifest["golden"]
     assert fp.fingerprint({**verifier.manifest, "golden": other}) != verifier.fingerprint
 
@@ -46,7 +46,7 @@ def test_the_fingerprint_names_the_known_answers(lab: Lab) -> None:
 def test_a_running_verifier_is_tested_beside_its_work(lab: Lab) -> None:
     with torch_threads(1):
         verifier = lab.verifier()
-        want = golden_answers_now(verifier)
+        want = golden_answers_now(verifier).digest
     verifier.start()
 
     async def both() -> str:

@@ -206,9 +206,7 @@ class TestFingerprint:
     @pytest.mark.parametrize(
         ("field", "section", "value"),
         [
-            ("configured_buckets", "verifier", {"buckets": (8, 64)}),
             ("device.threads", "verifier", {"threads": 2}),
-            ("block_size", "verifier", {"block_size": 8}),
             ("max_model_len", "model", {"max_model_len": 512}),
         ],
     )
@@ -254,10 +252,10 @@ class TestFingerprint:
 
     def test_the_outcome(self, certificate: Certificate) -> None:
         known = {"model": "x"}
-        full = fp.manifest(known, certificate.providers, certificate.buckets, "g")
-        other = fp.manifest(known, {**certificate.providers, "linear": "row"}, certificate.buckets, "g")
-        fewer = fp.manifest(known, certificate.providers, certificate.buckets[1:], "g")
-        assert len({fp.fingerprint(m) for m in (full, other, fewer)}) == 3
+        full = fp.manifest(known, certificate.providers, "g")
+        other = fp.manifest(known, {**certificate.providers, "linear": "other"}, "g")
+        changed = fp.manifest(known, certificate.providers, "h")
+        assert len({fp.fingerprint(m) for m in (full, other, changed)}) == 3
 
 
 @pytest.fixture(scope="module")
