@@ -28,6 +28,8 @@ class Done:
     """None: it took too long."""
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
+    as_expected: bool = False
+    """By its exit status, and by the JSON object that it printed, where one was asked for."""
     error: str = ""
     """The last line that it said, when it did not end as expected."""
 
@@ -73,25 +75,30 @@ class Lab:
                 text, _ = process.communicate()
             log.write(text)
         found.seconds = round(time.monotonic() - began, 1)
+        found.as_expected = found.exit_status == expected
         last = (text.strip().splitlines() or [""])[-1]
         if last.startswith("{"):
             reply = json.loads(last)
             found.figures = figures(reply)
+        found.as_expected &= bool(reply) or "--json" not in command
         self._keep(found)
         return reply
 
     def note(self, name: str, command: Sequence[str], good: bool, began: float, **figures: Any) -> None:
         """Something that is no single command."""
         seconds = round(time.monotonic() - began, 1)
-        self._keep(Done(name, list(command), 0, 0 if good else 1, seconds, figures))
+        self._keep(Done(name, list(command), 0, 0 if good else 1, seconds, figures, good))
 
     def _keep(self, found: Done) -> None:
-        good = found.exit_status == found.expected
-        if not good and (log := self.out / f"{found.name}.log").exists():
+        if not found.as_expected and (log := self.out / f"{found.name}.log").exists():
             found.error = (log.read_text().strip().splitlines() or [""])[-1][-500:]
         self.done.append(found)
         (self.out / "commands.json").write_text(json.dumps([asdict(d) for d in self.done], indent=1))
-        state = "ok" if good else f"exit {found.exit_status} instead of {found.expected}: {found.error}"
+        state = (
+            "ok"
+            if found.as_expected
+            else f"exit {found.exit_status} instead of {found.expected}: {found.error}"
+        )
         print(
             f"{found.name:24} {found.seconds:6.1f} s  {state}  {json.dumps(found.figures)[:300]}", flush=True
         )
