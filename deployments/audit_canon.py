@@ -66,6 +66,7 @@ class BackendCanon:
     async def _output(self, request: Request) -> AsyncGenerator[Delta | None, None]:
         """None first, when the key's place is taken; then the output."""
         yield None
-        async with self._bounds.outputs, aclosing(self._backend.generate(request)) as deltas:  # type: ignore[type-var]
+        asked = self._policy.salted(request)
+        async with self._bounds.outputs, aclosing(self._backend.generate(asked)) as deltas:  # type: ignore[type-var]
             async for delta in deltas:
                 yield delta

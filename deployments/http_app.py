@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from deployments import errors
 from deployments.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
 from deployments.audit_api import add_audits
+from deployments.choices import streams_of
 from deployments.deltas import interleave
 from deployments.docs_page import HEADERS, page
 from deployments.front import Cors, Front
@@ -192,7 +193,8 @@ class _Service:
             if made.deterministic:
                 policy.require_share(len(made.requests))
             trace = http.headers.get("traceparent", "")
-            pieces = interleave([self._backend.generate(replace(r, trace=trace)) for r in made.requests])
+            asked = [policy.salted(replace(r, trace=trace)) for r in made.requests]
+            pieces = interleave(streams_of(self._backend.generate, asked, len(made.prompts)))
             if made.deterministic:
                 pieces = policy.hold(len(made.requests), pieces)
             renderer = Renderer(made, self._settings.model.name, self._tokenizer, self._keyring)

@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 1024
 
 HARMLESS = frozenset(
     {
@@ -122,6 +123,7 @@ class GenerationBody(BaseModel):
     deterministic: bool | None = None
     is_deterministic: bool | None = None
     receipt: bool | ReceiptOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:

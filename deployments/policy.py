@@ -10,6 +10,7 @@ import hmac
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -19,7 +20,7 @@ from deployments import errors
 from deployments.openai_types import GenerationBody
 from llm42.config import ApiKeySettings, Settings
 from llm42.logs import bound
-from llm42.protocol import Overloaded, RequestRejected
+from llm42.protocol import Overloaded, Request, RequestRejected
 
 HEADER = "X-LLM42-Deterministic"
 """A request's wish for determinism, where its body cannot be changed."""
@@ -61,6 +62,15 @@ class KeyPolicy:
         if wanted and self._most == 0:
             raise errors.Forbidden(f"The key '{self.name}' may not ask for deterministic output.")
         return wanted
+
+    def salted(self, request: Request) -> Request:
+        """The request, so that it shares cached prompts with its own key's requests only (and among them
+        with those of the same `cache_salt`): else the time and the numbers of a reply would tell what others
+        have asked. As it is, where nobody is asked for a key."""
+        if self._key is None:
+            return request
+        salt = hashlib.sha256(f"{self._key.sha256}:{request.cache_salt}".encode()).hexdigest()
+        return replace(request, cache_salt=salt)
 
     @property
     def may_verify(self) -> bool:

@@ -11,7 +11,7 @@ from itertools import product
 
 from deployments.errors import ModelNotFound
 from deployments.openai_types import NEUTRAL, ChatBody, CompletionBody, GenerationBody, ReceiptOptions
-from deployments.prompts import echoes_of, prompts_of
+from deployments.prompts import echoes_of, prompts_of, require_unicode
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer
@@ -96,6 +96,7 @@ def plan(
             prompt_logprobs=_prompt_logprobs(body),
             json_schema=constraint,
             stream=bool(body.stream),
+            cache_salt=require_unicode(body.cache_salt or "", "cache_salt"),
         )
         for number, (prompt, choice) in enumerate(product(prompts, range(body.n or 1)))
     ]

@@ -247,7 +247,10 @@ class VerifierPool:
         if not candidates:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
-        prefix = repr(window.tokens[: min(window.prompt_len, AFFINITY_TOKENS)]).encode()
+        known, length = window.tokens, min(window.prompt_len, AFFINITY_TOKENS)
+        if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
+            known, length = known + window.candidates[:AFFINITY_TOKENS], AFFINITY_TOKENS
+        prefix = repr(known[:length]).encode()
         preferred = max(candidates, key=lambda m: hashlib.blake2b(prefix, key=m.name.encode()).digest())
         idlest = min(candidates, key=lambda m: m.in_flight)
         return idlest if preferred.in_flight > 2 * idlest.in_flight + 4 else preferred

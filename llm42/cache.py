@@ -95,9 +95,10 @@ class BlockPool:
         """Whether the block's content may be shared, so that it must not be written any more."""
         return self._keys[block] is not None
 
-    def match(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """The longest run of published full blocks that starts `tokens`; takes a reference of each."""
-        blocks, keys, parent = [], [], self.root
+    def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], list[bytes]]:
+        """The longest run of full blocks that starts `tokens` and was published under `salt`; takes a
+        reference of each."""
+        blocks, keys, parent = [], [], self._root_of(salt)
         for begin in range(0, len(tokens) - self.block_size + 1, self.block_size):
             parent = block_key(parent, tokens[begin : begin + self.block_size])
             block = self._index.get(parent)
@@ -112,12 +113,12 @@ class BlockPool:
         return blocks, keys
 
     def publish_prefix(
-        self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int
+        self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int, salt: str = ""
     ) -> None:
         """Publishes every full block within tokens[:written]; `keys` caches the chain and is extended."""
         full = min(written // self.block_size, len(blocks))
         for i in range(len(keys), full):
-            parent = keys[i - 1] if i else self.root
+            parent = keys[i - 1] if i else self._root_of(salt)
             keys.append(block_key(parent, tokens[i * self.block_size : (i + 1) * self.block_size]))
             self.publish(blocks[i], keys[i])
 
@@ -137,6 +138,14 @@ class BlockPool:
             assert (self._refs[block] == 0) == (block in free or block in idle), f"block {block} lost"
             assert (block in free) <= (self._keys[block] is None), f"free block {block} is published"
         assert all(self._keys[block] == key for key, block in self._index.items()), "index and keys disagree"
+
+    def _root_of(self, salt: str) -> bytes:
+        """The parent of first blocks: who has another salt finds none of them. Fixed lengths before `salt`,
+        so that no root and salt look like others."""
+        if not salt:
+            return self.root
+        digest = hashlib.sha256(self.root).digest() + hashlib.sha256(salt.encode()).digest()
+        return hashlib.sha256(b"cache salt" + digest).digest()
 
     def _unpublish(self, block: int) -> None:
         key = self._keys[block]

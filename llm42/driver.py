@@ -183,16 +183,16 @@ class _Drive:
         """What the verifier says of the prompt's own tokens; all of the answer when no token is wanted."""
         owner, stats = self.owner, self.session.stats
         assert owner.verifier is not None
-        commit = await score_prompt(owner.verifier, self.request, self.settings, owner.tracer, stats)
-        self._require_same(commit)
+        scores = await score_prompt(owner.verifier, self.request, self.settings, owner.tracer, stats)
+        self.fingerprint = scores.fingerprint
         last = not self.request.max_tokens
         return Delta(
             (),
             "",
             finish_reason=FinishReason.LENGTH if last else None,
-            fingerprint=commit.fingerprint,
+            fingerprint=scores.fingerprint,
             stats=stats if last else None,
-            prompt_logprobs=commit.logprobs[:-1],
+            prompt_logprobs=scores.logprobs,
         )
 
     async def run(self) -> AsyncGenerator[Delta, None]:

@@ -73,6 +73,8 @@ class Request:
     """False: the client gets the output when it is whole, so parts of it may wait for each other."""
     trace: str = ""
     """W3C traceparent of the span that the request belongs to; empty: it is not traced."""
+    cache_salt: str = ""
+    """Caches of prompts are shared among requests with the same salt only. It cannot change a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Window:
     num_logprobs: int = 0
     score: bool = False
     """The candidates are given, not guessed: all of them stand, each with its own log-probability."""
+    cache_salt: str = ""
+    """As the request's."""
 
 
 @dataclass(frozen=True, slots=True)

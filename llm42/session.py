@@ -107,6 +107,7 @@ class Session:
             tuple(self.proposed[:length]),
             self.request.sampling,
             self.request.num_logprobs or 0,
+            cache_salt=self.request.cache_salt,
         )
         self.stats.windows += 1
         return self.in_flight

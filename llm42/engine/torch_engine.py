@@ -174,7 +174,8 @@ class TorchEngine:
 
     def _free(self, running: Running) -> None:
         """Gives the blocks back; what was completely written stays findable as a prefix."""
-        self._pool.publish_prefix(running.tokens, running.blocks, running.keys, running.computed)
+        salt = running.request.cache_salt
+        self._pool.publish_prefix(running.tokens, running.blocks, running.keys, running.computed, salt)
         self._pool.release(running.blocks)
         running.blocks, running.keys, running.computed = [], [], 0
 
@@ -281,7 +282,8 @@ class TorchEngine:
     def _admit(self, running: Running) -> bool:
         """Looks up the prompt's cached prefix; a request enters when its known tokens fit."""
         # what comes from the cache has no logits: a prompt that is scored is computed as a whole
-        blocks, keys = self._pool.match([] if running.scoring else running.tokens[:-1])
+        known = [] if running.scoring else running.tokens[:-1]
+        blocks, keys = self._pool.match(known, running.request.cache_salt)
         missing = -(-(len(running.tokens) + 1) // self.settings.block_size) - len(blocks)
         if missing > self._pool.available:
             self._pool.release(blocks)

@@ -244,10 +244,9 @@ class VllmEngine:
         known = [i for i in arguments["stop_token_ids"] if 0 <= i < connection.vocab_size]
         arguments["stop_token_ids"] = known
         tokens = [*request.prompt, *stream.output]
+        how = arguments, attempt.priority, request.cache_salt
         try:
-            async with aclosing(
-                connection.generate(attempt.id, tokens, arguments, attempt.priority)
-            ) as outputs:
+            async with aclosing(connection.generate(attempt.id, tokens, *how)) as outputs:
                 async for output in outputs:
                     over, self._heard = output.finished, self._heard + 1
                     if stream.attempt is not attempt or not self._take(stream, output):

@@ -55,7 +55,8 @@ class Connection:
     """vllm.v1.engine.async_llm.AsyncLLM"""
     make_params: Callable[..., Any]
     """vllm.SamplingParams, for token deltas"""
-    make_prompt: Callable[[list[int]], Any]
+    make_prompt: Callable[..., Any]
+    """Of token ids, and of `cache_salt` where there is one."""
     dead: type[Exception]
     """What AsyncLLM raises once its engine process is gone."""
     vocab_size: int
@@ -85,12 +86,17 @@ class Connection:
             raise RequestRejected(f"{text}; deterministic ones may ask for more", "temperature")
 
     def generate(
-        self, request_id: str, tokens: Sequence[int], arguments: dict[str, Any], priority: int
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        arguments: dict[str, Any],
+        priority: int,
+        cache_salt: str = "",
     ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs (RequestOutput, token deltas) for a prompt of token ids."""
-        outputs: AsyncGenerator[Any, None] = self.llm.generate(
-            self.make_prompt(list(tokens)), self.make_params(**arguments), request_id, priority=priority
-        )
+        salted = {"cache_salt": cache_salt} if cache_salt else {}
+        prompt, params = self.make_prompt(list(tokens), **salted), self.make_params(**arguments)
+        outputs: AsyncGenerator[Any, None] = self.llm.generate(prompt, params, request_id, priority=priority)
         return outputs
 
     async def abort(self, request_id: str) -> None:

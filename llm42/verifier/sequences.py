@@ -27,6 +27,8 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     computed: int = 0
     idle_since: float = 0.0
+    salt: str = ""
+    """Under which its blocks are found and published."""
 
 
 class SequenceStore:
@@ -51,7 +53,11 @@ class SequenceStore:
         already there: nothing, when `cold`."""
         if cold:
             return self._admit_cold(window)
-        sequence = self._idle.pop(window.request_id, None) or self._from_cache(window)
+        sequence = self._idle.pop(window.request_id, None)
+        if sequence is not None and sequence.salt != window.cache_salt:  # a request with another's id
+            self.pool.release(sequence.blocks)
+            sequence = None
+        sequence = sequence or self._from_cache(window)
         tokens = [*window.tokens, *window.candidates]
         # the row before the first candidate is always computed anew: its logits are what is asked for
         limit = min(sequence.computed, len(window.tokens) - 1)
@@ -88,7 +94,7 @@ class SequenceStore:
         """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""
         sequence.computed = committed
         self._cut(sequence, committed)
-        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, committed)
+        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, committed, sequence.salt)
         self._keep(sequence)
 
     def discard(self, sequence: Sequence) -> None:
@@ -108,9 +114,10 @@ class SequenceStore:
             self.release(request_id)
 
     def _from_cache(self, window: Window) -> Sequence:
-        blocks, keys = self.pool.match(window.tokens[:-1])
+        blocks, keys = self.pool.match(window.tokens[:-1], window.cache_salt)
         covered = len(blocks) * self.pool.block_size
-        return Sequence(window.request_id, list(window.tokens), blocks, keys, covered)
+        tokens = list(window.tokens)
+        return Sequence(window.request_id, tokens, blocks, keys, covered, salt=window.cache_salt)
 
     def _keep(self, sequence: Sequence) -> None:
         self.release(sequence.request_id)  # a retried window may have left an older one

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from llm42.prompt_scores import scoring_window
+from llm42.prompt_scores import scoring_windows
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, TokenLogprob, Window
 from llm42.verifier.core import Verifier
 from tests.support import SAMPLED, Lab, answer_of, both_engines, differences, request_of, torch_threads
@@ -68,7 +68,7 @@ def test_canonical_scores_are_the_bits_of_single_steps(lab: Lab) -> None:
 def test_control_without_scoring_the_window_ends_at_the_first_token_not_drawn(lab: Lab) -> None:
     """An ordinary window with the same candidates: the verifier's own tokens, not the prompt's."""
     request = request_of("r", 5, 90, prompt_logprobs=3)
-    scoring = scoring_window(request)
+    (scoring,) = scoring_windows(request)
     with torch_threads(lab.settings.verifier.threads):
         right, wrong = (answer_of(lab.verifier(1024), w) for w in (scoring, replace(scoring, score=False)))
     assert right.accepted == 89
