@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -11,71 +12,24 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from deployments import preflight
+from deployments import preflight, ray_node
 from deployments.preflight import LaunchFailed, cause_of, require_free_port
+from deployments.serve_file import APP_NAME
+from deployments.serve_file import absolute as absolute
+from deployments.serve_file import read_serve_config as read_serve_config
 from llm42.config import Settings
+from llm42.direct import go_direct, open_url
+from llm42.failures import kept_traceback, one_line
+from llm42.protocol import LLM42Error
 
-APP_NAME = "llm42"
 METRICS_PORT = 8090
 START_TIMEOUT_S = 300.0
 OBJECT_STORE_BYTES = 256 << 20
 Say = Callable[[str], None]
-
-
-def read_serve_config(path: str | Path) -> Settings:
-    """The settings in a Ray Serve configuration (its only application's args), or in a bare settings file.
-
-    Paths are made absolute, because Ray's workers run elsewhere. A file with options that only a cluster can
-    honour (per-deployment overrides, several applications) is refused: `serve deploy` is the tool for it.
-    """
-    source = Path(path)
-    try:
-        data: dict[str, Any] = yaml.safe_load(source.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise LaunchFailed(f"{source}: {error}") from error
-    if "applications" not in data:
-        return absolute(Settings.load(data))
-    applications = data["applications"]
-    if len(applications) != 1 or applications[0].get("deployments"):
-        raise LaunchFailed(
-            f"{source}: `llm42 serve` runs one application without overrides in `deployments:`. "
-            f"On a cluster use: serve deploy {source}"
-        )
-    args: dict[str, Any] = dict(applications[0].get("args") or {})
-    http = data.get("http_options") or {}
-    server = {key: http[key] for key in ("host", "port") if key in http} | dict(args.get("server") or {})
-    return absolute(Settings.load(args | {"server": server}))
-
-
-def absolute(settings: Settings) -> Settings:
-    """The same settings with absolute paths."""
-    exports = str(Path(settings.engine.vllm.export_dir).absolute())
-    vllm = settings.engine.vllm.model_copy(update={"export_dir": exports})
-    engine = settings.engine.model_copy(update={"vllm": vllm})
-    model = settings.model.model_copy(update={"path": str(Path(settings.model.path).absolute())})
-    where = settings.verifier.certificate_dir
-    cached = None if where is None else str(Path(where).absolute())
-    verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
-    traces = str(Path(settings.telemetry.trace_dir).absolute())
-    telemetry = settings.telemetry.model_copy(update={"trace_dir": traces})
-    keys = {name: str(Path(file).absolute()) for name, file in settings.audit.keys.items()}
-    audit = settings.audit.model_copy(update={"keys": keys})
-    changes = {
-        "model": model,
-        "engine": engine,
-        "verifier": verifier,
-        "telemetry": telemetry,
-        "audit": audit,
-    }
-    return settings.model_copy(update=changes)
 
 
 def prepare_environment() -> None:
@@ -85,11 +39,13 @@ def prepare_environment() -> None:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy_replies:middlewares",
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": "2500",
     }.items():
         os.environ.setdefault(name, value)
+    go_direct(os.environ)
     if "RAY_AUTH_MODE" not in os.environ:
         assert "ray" not in sys.modules, "call prepare_environment() before ray is imported"
         # Ray's own ports listen on all interfaces whatever it is told: a token made for this run keeps others
@@ -103,21 +59,26 @@ class Service:
 
     def __init__(self, settings: Settings, say: Say = lambda _: None) -> None:
         self.settings, self._say = settings, say
-        self.url = f"http://{settings.server.host}:{settings.server.port}"
+        host = settings.server.host
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
     def __enter__(self) -> Service:
         try:
             self.start()
-        except BaseException:
+        except BaseException as error:
             self.stop()
-            raise
+            if isinstance(error, LLM42Error) or not isinstance(error, Exception):
+                raise
+            # whatever Ray raises: what a user can act on is its last words, not its frames
+            raise LaunchFailed(f"The start failed: {one_line(error)}{kept_traceback(error)}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:
-        """Returns once best-effort requests are answered. Raises LaunchFailed."""
+        """Returns once best-effort requests are answered. Raises LaunchFailed; a user of the context manager
+        gets nothing else."""
         server = self.settings.server
         preflight.check(self.settings, self._say)
         prepare_environment()
@@ -126,29 +87,33 @@ class Service:
         from ray import serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with signals_later():
+        directory = ray_node.temp_dir(self._say)
+        with ray_node.nothing_left(directory), signals_later(), ray_node.no_dashboard() as taken_port:
             ray.init(
                 address="local",
                 include_dashboard=False,
+                dashboard_host="127.0.0.1",
+                dashboard_port=taken_port,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
+                _temp_dir=str(directory),
                 _metrics_export_port=self.settings.telemetry.metrics_port or None,
             )
         self._say("Loading the model into the replicas")
-        serve.start(http_options={"host": server.host, "port": server.port})
-        self._run_application()
-
-    def _run_application(self) -> None:
-        from ray import serve
-
         from deployments.app import build
 
         target = serve.RunTarget(
             target=build(self.settings.model_dump(mode="json")), name=APP_NAME, route_prefix="/"
         )
+        serve.start(http_options={"host": server.host, "port": server.port})
         serve.run_many([target], wait_for_applications_running=False)
+        self._wait_running()
+
+    def _wait_running(self) -> None:
+        from ray import serve
+
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             app = serve.status().applications.get(APP_NAME)
@@ -167,31 +132,39 @@ class Service:
         return f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
 
     def health(self) -> dict[str, Any]:
-        """What /health says, whatever its HTTP status."""
+        """What /health says, whatever its HTTP status. Raises OSError when there is no answer, ValueError for
+        one that is not the service's."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
-                return dict(json.load(reply))
+            with open_url(f"{self.url}/health", 10, direct=True) as reply:
+                text = reply.read()
         except urllib.error.HTTPError as error:
-            return dict(json.load(error))
+            text = error.read()
+        return dict(json.loads(text))
 
     def wait_deterministic(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """Waits for a certified verifier and returns the fingerprint. Raises LaunchFailed."""
         deadline = time.monotonic() + timeout_s
         while True:
-            try:
-                health = self.health()
-            except TimeoutError:  # a machine that is busy with starting; not a failure yet
-                if time.monotonic() > deadline:
-                    raise LaunchFailed(f"{self.url}/health does not answer (logs: {log_dir()})") from None
-                continue
-            if health["deterministic"]:
+            health, problem = self._health()
+            if health.get("deterministic"):
                 return str(health["fingerprint"])
-            doing = health["detail"].removeprefix("No verifier is ready: ")
+            doing = problem or health["detail"].removeprefix("No verifier is ready: ")
             self._say(f"Starting the verifier: {doing}")
-            failed = health["verifier_states"] and all(s == "failed" for s in health["verifier_states"])
+            states = health.get("verifier_states")
+            failed = states and all(s == "failed" for s in states)
             if failed or time.monotonic() > deadline:
-                raise LaunchFailed(f"{health['detail']} (logs: {log_dir()})")
+                raise LaunchFailed(f"{problem or health['detail']} (logs: {log_dir()})")
             time.sleep(0.2)
+
+    def _health(self) -> tuple[dict[str, Any], str]:
+        """/health, and "" or why it says nothing. On a machine that is busy with starting that passes."""
+        try:
+            health = self.health()
+        except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
+            return {}, f"{self.url}/health does not answer ({one_line(error)})"
+        if "detail" not in health:
+            return {}, f"{self.url}/health: {health.get('error', health)}"
+        return health, ""
 
     def stop(self) -> None:
         """Ends the cluster, and with it replicas and verifiers; streams in progress are cut."""

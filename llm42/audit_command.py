@@ -27,7 +27,7 @@ from llm42.config import Settings
 from llm42.receipt import InvalidReceipt, Keyring, Signature
 from llm42.verdict import Finding, Verdict, summary
 
-out, err = Console(), Console(stderr=True)
+out, err = Console(), Console(stderr=True, soft_wrap=True)
 SHOWN = 20
 """Findings that are printed; --json has all of them."""
 NO_RECORDS = (InvalidReceipt, AuditFileError)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from llm42.audit_file import Records
+from llm42.direct import open_url
 from llm42.protocol import LLM42Error
 from llm42.receipt import Signature
 from llm42.verdict import Difference, Finding, Verdict
@@ -92,7 +93,7 @@ class RemoteAudit:
         for attempt in range(ATTEMPTS):
             request = urllib.request.Request(self._url + path, data, self._headers)
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                with open_url(request, TIMEOUT_S) as reply:
                     return _object(reply.read())
             except urllib.error.HTTPError as error:
                 message = _message(error)

@@ -34,7 +34,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
-out, err = Console(), Console(stderr=True)
+# messages have paths and URLs, which a wrapped line would break
+out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)
 
 ConfigOption = Annotated[
     Path | None,
@@ -50,9 +51,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if (line := actionable(error)) is None:
-            raise
-        fail(line)
+        from llm42.failures import kept_traceback, one_line
+
+        fail(actionable(error) or f"{one_line(error)}{kept_traceback(error)}")
 
 
 def fail(message: str) -> NoReturn:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from llm42.cores import usable_cores
+from llm42.yaml_file import read_yaml
 
 
 class _Section(BaseModel):
@@ -377,14 +378,14 @@ class Settings(_Section):
 
     @classmethod
     def load(cls, source: str | Path | dict[str, Any] | None) -> Settings:
-        """Reads a YAML file or takes a mapping; None gives the defaults. Errors name the field."""
+        """Reads a YAML file or takes a mapping; None gives the defaults. Errors name the field; YamlProblem
+        names the file."""
         if source is None:
             return cls()
-        data = source if isinstance(source, dict) else yaml.safe_load(Path(source).read_text()) or {}
-        return cls.model_validate(data)
+        return cls.model_validate(source if isinstance(source, dict) else read_yaml(Path(source)))
 
 
 def engine_threads(settings: EngineSettings) -> int:
-    """The engine's thread count: as configured, or half of the cores so that a verifier has room beside
-    it."""
-    return settings.threads or max(1, (os.cpu_count() or 2) // 2)
+    """The engine's thread count: as configured, or half of the cores that this process may use, so that a
+    verifier has room beside it."""
+    return settings.threads or max(1, usable_cores() // 2)

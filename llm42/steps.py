@@ -30,7 +30,10 @@ class Steps:
         """The current step is over."""
         if self._current:
             self._status.stop()
-            err.print(f"[green]✓[/] {escape(self._current)} [dim]{time.monotonic() - self._began:.1f} s[/]")
+            err.print(
+                f"[green]✓[/] {escape(self._current)} [dim]{time.monotonic() - self._began:.1f} s[/]",
+                soft_wrap=True,
+            )
             self._current = ""
 
     def __enter__(self) -> Steps:

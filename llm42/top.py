@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from llm42.direct import open_url
 from llm42.metrics import MODES
 from llm42.protocol import LLM42Error
 
@@ -55,7 +55,7 @@ class Page:
     def fetch(cls, url: str) -> Page:
         """Reads a page now. Raises NoMetrics."""
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+            with open_url(url, _TIMEOUT_S) as reply:
                 page = cls.parse(reply.read().decode(), time.monotonic())
         except (OSError, ValueError) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error

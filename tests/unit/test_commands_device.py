@@ -4,6 +4,7 @@ when that cannot be."""
 from __future__ import annotations
 
 import json
+import tempfile
 import os
 import subprocess
 import sys
@@ -220,15 +221,22 @@ def test_what_a_user_can_act_on_is_one_line(
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyError("a bug"), ValueError("CUDA")])
 def test_a_fault_of_the_program_keeps_its_traceback(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In a file that the line names."""
+    told: list[str] = []
+
     def app() -> None:
         raise error
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli, "fail", told.append)
     monkeypatch.setattr(cli, "app", app)
-    with pytest.raises(type(error)):
-        cli.main()
+    cli.main()
+    (kept,) = tmp_path.iterdir()
+    assert told == [f"{type(error).__name__}: {error} (traceback: {kept})"]
+    assert "in app" in kept.read_text()
 
 
 def _tiny(directory: Path, kind: str) -> Settings:

@@ -1,0 +1,97 @@
+"""What stands before Serve's HTTP proxy, in its process: its own replies get the service's error shape.
+
+Serve calls `middlewares`: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (launch.py; the chart's pods).
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.errors import RETRY_AFTER_S, error_object
+
+CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+"""With them any client could switch off what Serve does for all: they are for a proxy before it."""
+SERVES_OWN_PATHS = "/-/"
+_WORDS = {
+    404: (503, "The application is not there yet; it is starting.", "service_unavailable"),
+    408: (408, "There was no answer within the request timeout.", "request_timeout"),
+    429: (429, "Too many requests wait for an ingress replica.", "overloaded"),
+    503: (503, "No ingress replica can answer now.", "service_unavailable"),
+}
+"""Serve's status -> ours: its 404 says that no application is deployed, since ours takes all paths."""
+_LOST = "The answer was broken off; send the request again."
+_BROKEN = (500, "The server failed to answer; its log has the cause.", "internal_error")
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve puts around its proxy."""
+    return [Middleware(ProxyReplies)]
+
+
+class ProxyReplies:
+    """Drops headers that only Serve itself may act on, and turns its plain-text replies, and answers that it
+    breaks off, into error objects and error events."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything but HTTP, and Serve's own paths, through."""
+        if scope["type"] != "http" or scope["path"].startswith(SERVES_OWN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in CONTROL_HEADERS]
+        reply = _Reply(send, Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex)
+        await self._app(dict(scope) | {"headers": kept}, receive, reply.take)
+        await reply.end()
+
+
+class _Reply:
+    """One reply on its way out."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self._id = send, request_id
+        self._begun = self._replaced = self._events = self._ended = False
+
+    async def take(self, message: Message) -> None:
+        """A message of Serve's: passed on, or replaced."""
+        if message["type"] == "http.response.start":
+            self._begun = True
+            headers = Headers(raw=message["headers"])
+            kind = headers.get("content-type", "").lower()
+            self._events = kind.startswith("text/event-stream")
+            if message["status"] >= 400 and kind.startswith("text/plain"):
+                self._replaced = True
+                self._id = headers.get("x-request-id", self._id)
+                await self._error(*_WORDS.get(message["status"], _BROKEN))
+        elif message["type"] == "http.response.body":
+            self._ended = self._ended or not message.get("more_body", False)
+        if not self._replaced:
+            await self._send(message)
+
+    async def end(self) -> None:
+        """Serve has said all. A client that has left hears no more."""
+        if not self._begun:
+            await self._error(*_BROKEN)
+        elif self._events and not self._ended:
+            error = error_object(_LOST, 503, None, "service_unavailable")
+            body = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _error(self, status: int, message: str, code: str) -> None:
+        body = json.dumps(error_object(message, status, None, code)).encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": self._id,
+        }
+        if status in RETRY_AFTER_S:
+            headers["retry-after"] = str(RETRY_AFTER_S[status])
+        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,81 @@
+"""What Ray's start on this machine needs to be told: where its files go, and what it shall not start."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deployments.preflight import LaunchFailed
+
+MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
+"""Bytes in the path of a Unix socket."""
+SESSION = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""What Ray puts after its directory, at its longest (the last number is a process id)."""
+SHORT = Path("/tmp/ray")
+
+
+def temp_dir(say: Callable[[str], None] = lambda _: None) -> Path:
+    """Ray's directory for sockets and logs: where Ray puts it, or /tmp/ray where that path is too long for a
+    socket's. Raises LaunchFailed for one that cannot be written."""
+    told = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    wanted = Path(os.path.abspath(told)) / "ray"
+    length = len(os.fsencode(str(wanted))) + len(SESSION)
+    chosen = wanted
+    if length > MAX_SOCKET_PATH:
+        chosen = SHORT
+        most = MAX_SOCKET_PATH - len(SESSION) - len("/ray")
+        say(f"TMPDIR has a path of over {most} bytes, too long for Ray's sockets. Ray's files go to {chosen}")
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchFailed(f"Ray's directory {chosen} cannot be made: {error.strerror} (TMPDIR)") from error
+    if not os.access(chosen, os.W_OK | os.X_OK):
+        raise LaunchFailed(f"Ray's directory {chosen} cannot be written (TMPDIR)")
+    return chosen
+
+
+@contextmanager
+def no_dashboard() -> Iterator[int]:
+    """A port for `dashboard_port` at which no dashboard can start.
+
+    Without a dashboard Ray starts its process all the same, for usage statistics alone: it asks the cloud's
+    metadata addresses who it is, whether statistics are on or not, and no switch ends that. When its port is
+    taken Ray goes on without the process; its error about that is dropped.
+    """
+    log, port_taken = logging.getLogger("ray._private.services"), socket.socket()
+
+    def others(record: logging.LogRecord) -> bool:
+        return "already occupied" not in record.getMessage()
+
+    log.addFilter(others)
+    try:
+        port_taken.bind(("127.0.0.1", 0))
+        port_taken.listen()
+        yield int(port_taken.getsockname()[1])
+    finally:
+        log.removeFilter(others)
+        port_taken.close()
+
+
+@contextmanager
+def nothing_left(directory: Path) -> Iterator[None]:
+    """Around `ray.init`: when it fails, what it left is removed, but for logs with something in them."""
+    try:
+        yield
+    except BaseException:
+        import ray
+
+        ray.shutdown()
+        for session in directory.glob(f"session_*_{os.getpid()}"):
+            if not any(file.stat().st_size for file in session.glob("logs/**/*") if file.is_file()):
+                shutil.rmtree(session, ignore_errors=True)
+        latest = directory / "session_latest"
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink(missing_ok=True)
+        raise
