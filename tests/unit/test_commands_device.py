@@ -4,10 +4,10 @@ when that cannot be."""
 from __future__ import annotations
 
 import json
-import tempfile
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
