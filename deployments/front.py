@@ -23,19 +23,22 @@ EXPOSED = ("X-Request-ID", "X-LLM42-Request", "X-LLM42-Replica", "X-LLM42-Verifi
 
 
 class Front:
-    """ASGI: takes a path with or without slashes too many, answers HEAD where GET is answered and OPTIONS
-    everywhere, and refuses other methods (405) and compressed bodies (415)."""
+    """ASGI: takes a path with or without `server.root_path` and slashes too many, answers HEAD where GET is
+    answered and OPTIONS everywhere, and refuses other methods (405) and compressed bodies (415)."""
 
-    def __init__(self, app: ASGIApp, answers: errors.Errors, routes: Sequence[BaseRoute]) -> None:
+    def __init__(
+        self, app: ASGIApp, answers: errors.Errors, routes: Sequence[BaseRoute], root_path: str = ""
+    ) -> None:
         """routes: of the application; read at each request."""
         self._app, self._answers, self._routes = app, answers, routes
+        self._root = list(filter(None, root_path.split("/")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything but HTTP through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "path": "/" + "/".join(filter(None, scope["path"].split("/")))}
+        scope = {**scope, "path": self._own_path(scope["path"])}
         method = scope["method"]
         if method == "HEAD" and self._takes(scope, "GET"):
             await self._app({**scope, "method": "GET"}, receive, _without_body(send))
@@ -43,6 +46,12 @@ class Front:
         refusal = None if self._takes(scope, method) else self._other_method(scope)
         refusal = refusal or self._encoded(scope)
         await (refusal or self._app)(scope, receive, send)
+
+    def _own_path(self, path: str) -> str:
+        parts = list(filter(None, path.split("/")))
+        if parts[: len(self._root)] == self._root:
+            parts = parts[len(self._root) :]
+        return "/" + "/".join(parts)
 
     def _takes(self, scope: Scope, method: str) -> bool:
         asked = {**scope, "method": method}

@@ -139,7 +139,7 @@ def create_app(
     app.include_router(text_routes(settings, tokenizer))
     app.add_middleware(BodyLimit, answers=answers, timeout_s=settings.server.body_timeout_s)
     app.add_middleware(KeyGate, settings=settings, answers=answers)
-    app.add_middleware(Front, answers=answers, routes=app.routes)
+    app.add_middleware(Front, answers=answers, routes=app.routes, root_path=settings.server.root_path)
     if settings.server.cors_origins:
         app.add_middleware(Cors, answers=answers, origins=settings.server.cors_origins)
     app.add_middleware(RequestIds)

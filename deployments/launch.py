@@ -83,8 +83,13 @@ class Service:
         preflight.check(self.settings, self._say)
         prepare_environment()
         self._say("Starting Ray")
-        import ray
-        from ray import serve
+        with (
+            signals_later()
+        ):  # an interrupted import leaves half a module, and Python an exit code of its own
+            import ray
+            from ray import serve
+
+            from deployments.app import build
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         directory = ray_node.temp_dir(self._say)
@@ -102,8 +107,6 @@ class Service:
                 _metrics_export_port=self.settings.telemetry.metrics_port or None,
             )
         self._say("Loading the model into the replicas")
-        from deployments.app import build
-
         target = serve.RunTarget(
             target=build(self.settings.model_dump(mode="json")), name=APP_NAME, route_prefix="/"
         )

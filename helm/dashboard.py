@@ -25,9 +25,11 @@ from grafana_foundation_sdk.models.dashboard import (
 
 FILE = Path(__file__).parent / "llm42" / "dashboards" / "llm42.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-APP = '{application=~"$application",model=~"$model"}'
+RELEASE = 'namespace=~"$namespace",release=~"$release"'
+"""Which services: several may send to one Prometheus."""
+APP = f'{{{RELEASE},application=~"$application",model=~"$model"}}'
 """Series of ingresses and replicas."""
-MODEL = '{model=~"$model"}'
+MODEL = f'{{{RELEASE},model=~"$model"}}'
 """Series of verifiers and their supervisor, which several applications may share."""
 RANGE = "[$__rate_interval]"
 
@@ -94,7 +96,7 @@ DETERMINISM = (
           " token than the verifier.", "percentunit",
           ((rollback_rate("application, model"), "{{application}} {{model}}"),), True, 0.05),
     Panel("Verifiers ready", "Certified verifiers; without one, deterministic requests get a 503.", "short",
-          (('sum by (model) (ray_llm42_verifiers{model=~"$model",state="ready"})', "{{model}}"),), True),
+          ((f"sum by (model) (ray_llm42_verifiers{MODEL[:-1]},state=\"ready\"}})", "{{model}}"),), True),
     Panel("Audit mismatches", "In the last hour. Anything but 0: a verifier computes wrongly.", "short",
           ((f"sum by (model) (increase(ray_llm42_audit_mismatches_total{APP}[1h]))", "{{model}}"),),
           True, 1e-9),
@@ -218,6 +220,8 @@ def document() -> str:
     made = build.Dashboard("LLM-42").uid("llm42").tags(["llm42"]).refresh("30s").time("now-1h", "now")
     made = made.with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     applications = "label_values(ray_llm42_verifiers_ready, application)"
+    for name, label in (("namespace", "Namespace"), ("release", "Release")):
+        made = made.with_variable(variable(name, label, f"label_values(ray_llm42_verifiers_ready, {name})"))
     made = made.with_variable(variable("application", "Application", applications))
     made = made.with_variable(variable("model", "Model", "label_values(ray_llm42_verifiers_ready, model)"))
     for title, panels in ROWS.items():

@@ -230,6 +230,12 @@ class ServerSettings(_Section):
     default_seed: int = Field(
         42, description="seed of a deterministic request that names none; echoed in the reply"
     )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path under which a proxy in front publishes the API, such as /llm; paths with it are"
+        " answered too",
+    )
     api_keys: tuple[ApiKeySettings, ...] = Field(
         (), description="keys of which a request must present one; none: nobody is asked for a key"
     )

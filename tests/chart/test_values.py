@@ -54,6 +54,9 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
     [
         (None, "config: {model: {path: /x}}", "set model.source and model.path instead"),
         (None, "config: {engine: {threads: 0}}", "give a number"),
+        (None, "config: {server: {port: 8001}}", "set serve.port"),
+        (None, "config: {telemetry: {metrics_port: 9}}", "pods show their metrics on port 8080"),
+        (None, "ingress: {enabled: true, host: a, path: '/llm(/|$)(.*)'}", "is a pattern"),
         (None, "config: {engine: {kind: vllm}}", "needs config.model.device: cuda"),
         (None, "config: {model: {device: cuda}}", "fastPath.gpu.count is 0"),
         (None, "fastPath: {gpu: {count: 1}}", "set it to cuda"),

@@ -64,7 +64,7 @@ def test_the_rules_do_what_their_cases_say(promtool: str) -> None:
         ("missing:count > 0", "missing:count > 1"),
         ("failed_requests:ratio_rate5m > 0.01", "failed_requests:ratio_rate5m > 0.5"),
         ('"finished|aborted"', '"finished"'),
-        (" or vector(0)", ""),
+        ("or on () vector(0)", ""),
         ("_ready:max\n        expr: max by", "_ready:max\n        expr: min by"),
         ("(ray_llm42_fastpath_devices)", "(ray_llm42_verifier_devices)"),
     ],
@@ -117,7 +117,9 @@ def test_the_committed_dashboard_is_what_its_file_generates(
 
 def test_the_dashboard_has_its_variables_and_no_fixed_source() -> None:
     document = json.loads(DASHBOARD.read_text())
-    assert [v["name"] for v in document["templating"]["list"]] == ["datasource", "application", "model"]
+    assert [v["name"] for v in document["templating"]["list"]] == [
+        "datasource", "namespace", "release", "application", "model",
+    ]  # fmt: skip
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in panels():
         assert panel["description"]

@@ -9,6 +9,10 @@ needs no change here. The chart adds what it alone knows: paths, and numbers of 
 {{- $fast := include "llm42.range" $v.fastPath | fromYaml -}}
 {{- $checked := include "llm42.range" $verifiers | fromYaml -}}
 {{- $server := dict "ingress_replicas" (int (include "llm42.workers" .)) "fastpath_replicas" $fast.least "verifiers" $checked.least -}}
+{{- /* an ingress that strips its path, by an annotation of its controller, may go on doing so */ -}}
+{{- if and $v.ingress.enabled (regexMatch "^(/[A-Za-z0-9._~-]+)+/?$" $v.ingress.path) -}}
+{{- $_ := set $server "root_path" (trimSuffix "/" $v.ingress.path) -}}
+{{- end -}}
 {{- if $v.fastPath.autoscaling.enabled -}}
 {{- $_ := set $server "max_fastpath_replicas" $fast.most -}}
 {{- $_ := set $server "target_ongoing_requests" $v.fastPath.autoscaling.targetOngoingRequests -}}

@@ -118,12 +118,17 @@ readinessProbe:
 {{/*
 Ray's switches are those of `llm42 serve` (deployments/launch.py), apart from HAProxy, which a cluster may choose. The role's own
 variables win; a name may stand only once in a list that the API server keys by name.
+What pods say to each other and to themselves goes past any proxy (llm42/direct.py): a role's own exceptions are added to. Where
+the environment comes from `envFrom`, no_proxy is left to it: a variable here would hide its own.
+Statistics that are switched off make Ray report just that: to nobody.
 */}}
 {{- define "llm42.env" -}}
 {{- $proxy := ternary "1" "0" .root.Values.serve.haProxy.enabled -}}
 {{- $defaults := dict
   "RAY_USAGE_STATS_ENABLED" "0"
+  "RAY_USAGE_STATS_REPORT_URL" "http://127.0.0.1:9/"
   "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
+  "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" "deployments.proxy_replies:middlewares"
   "RAY_SERVE_ENABLE_HA_PROXY" $proxy
   "RAY_SERVE_ENABLE_DIRECT_INGRESS" $proxy
   "RAY_worker_niceness" "0"
@@ -140,6 +145,17 @@ variables win; a name may stand only once in a list that the API server keys by 
 {{- end -}}
 {{- range .role.env -}}
 {{- $_ := set $env .name . -}}
+{{- end -}}
+{{- $direct := dict "no_grpc_proxy" "0.0.0.0/0,::/0,localhost" -}}
+{{- if not .role.envFrom -}}
+{{- $_ := set $direct "no_proxy" "localhost,127.0.0.1,::1" -}}
+{{- $_ := set $direct "NO_PROXY" "localhost,127.0.0.1,::1" -}}
+{{- end -}}
+{{- range $name, $value := $direct -}}
+{{- $own := default dict (get $env $name) -}}
+{{- if not (hasKey $own "valueFrom") -}}
+{{- $_ := set $env $name (dict "name" $name "value" (list $own.value $value | compact | join ",")) -}}
+{{- end -}}
 {{- end -}}
 {{- range $name := keys $env | sortAlpha }}
 - {{ toYaml (get $env $name) | nindent 2 | trim }}
@@ -163,6 +179,9 @@ variables win; a name may stand only once in a list that the API server keys by 
 - {name: home, mountPath: /home/llm42}
 - {name: cache, mountPath: /var/cache/llm42}
 - {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
+{{- if eq .component "head" }}
+- {name: scripts, mountPath: /home/llm42/ray_bootstrap_config.yaml, subPath: ray_bootstrap_config.yaml, readOnly: true}
+{{- end }}
 {{- if and (ne .component "head") (ne .root.Values.model.source "image") }}
 - {name: model, mountPath: /models, readOnly: true{{ with .root.Values.model.pvc.subPath }}{{ if eq $.root.Values.model.source "pvc" }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
 {{- end }}

@@ -12,6 +12,14 @@
 {{- if hasKey (default dict $v.config.model) "path" -}}
 {{- fail "config.model.path: set model.source and model.path instead; the chart mounts the files and knows where" -}}
 {{- end -}}
+{{- range $name := list "host" "port" -}}
+{{- if hasKey (default dict $v.config.server) $name -}}
+{{- fail (printf "config.server.%s is of `llm42 serve` alone: set serve.port; pods listen on all addresses" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (default dict $v.config.telemetry) "metrics_port" -}}
+{{- fail "config.telemetry.metrics_port is of `llm42 serve` alone: pods show their metrics on port 8080" -}}
+{{- end -}}
 {{- include "llm42.validateModel" . -}}
 
 {{- if and $cuda (lt $gpus 1) -}}
@@ -96,6 +104,9 @@
 {{- end -}}
 {{- if and $v.serve.haProxy.enabled (not $v.networkPolicy.enabled) -}}
 {{- fail "serve.haProxy.enabled opens ports 8404, 9101 and 30000-31000 on all interfaces: set networkPolicy.enabled to true with it" -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (ne $v.ingress.path "/") (not $v.ingress.annotations) (not (regexMatch "^(/[A-Za-z0-9._~-]+)+/?$" $v.ingress.path)) -}}
+{{- fail (printf "ingress.path: %s is a pattern, which an annotation of the controller must turn into the API's own paths: add it under ingress.annotations, or give a plain path such as /llm" $v.ingress.path) -}}
 {{- end -}}
 {{- if and $v.ingress.enabled (not $v.ingress.host) -}}
 {{- fail "ingress.host: give the host name" -}}

@@ -1,0 +1,119 @@
+"""Pods behind a proxy, a path of an ingress, and settings that a pod would not honour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.http_app import create_app
+from llm42.config import Settings
+from llm42.direct import LOOPBACK, NO_GRPC_PROXY
+from tests.chart import helm
+from tests.chart.helm import container
+
+PLUS_ONE = helm.example("gpu-4-plus-1")
+HERE = ",".join(LOOPBACK)
+
+
+def environments(values: str) -> list[dict[str, Any]]:
+    """Of the Ray container of every kind of pod."""
+    templates = helm.pod_templates(helm.render(PLUS_ONE, values=values)).values()
+    assert len(templates) == 3
+    found = [{e["name"]: e.get("value", e) for e in container(t)["env"]} for t in templates]
+    assert all(len(env) == len(container(t)["env"]) for env, t in zip(found, templates, strict=True))
+    return found
+
+
+def test_pods_talk_past_a_proxy() -> None:
+    """Head, fast path and verifier; what the proxy's own exceptions are stays."""
+    for env in environments(""):
+        assert (env["no_grpc_proxy"], env["no_proxy"], env["NO_PROXY"]) == (NO_GRPC_PROXY, HERE, HERE)
+    values = """
+common:
+  env:
+    - {name: https_proxy, value: "http://proxy.example:3128"}
+    - {name: no_proxy, value: .svc}
+    - {name: no_grpc_proxy, value: grpc.example}
+    - {name: NO_PROXY, valueFrom: {configMapKeyRef: {name: net, key: none}}}
+"""
+    for env in environments(values):
+        assert env["https_proxy"] == "http://proxy.example:3128"
+        assert env["no_proxy"] == f".svc,{HERE}"
+        assert env["no_grpc_proxy"] == f"grpc.example,{NO_GRPC_PROXY}"
+        assert "valueFrom" in env["NO_PROXY"]
+
+
+def test_an_environment_from_elsewhere_keeps_its_exceptions() -> None:
+    """A variable of the container hides one that `envFrom` brings."""
+    for env in environments("common: {envFrom: [{configMapRef: {name: proxy}}]}"):
+        assert env["no_grpc_proxy"] == NO_GRPC_PROXY
+        assert not {"no_proxy", "NO_PROXY"} & set(env)
+
+
+def test_the_head_asks_nobody_what_cloud_it_is_in() -> None:
+    """Ray reads its own description of the cluster in the home directory first; statistics go nowhere."""
+    rendered = helm.render()
+    for component, template in helm.pod_templates(rendered).items():
+        ray = container(template)
+        places = {m["mountPath"]: m for m in ray["volumeMounts"]}
+        env = {e["name"]: e.get("value") for e in ray["env"]}
+        file = f"{env['HOME']}/ray_bootstrap_config.yaml"
+        assert (file in places) is (component == "head")
+        assert env["RAY_USAGE_STATS_REPORT_URL"].startswith("http://127.0.0.1:")
+    data = helm.one(rendered, "ConfigMap", "-scripts")["data"]
+    assert yaml.safe_load(data["ray_bootstrap_config.yaml"]) == {}
+
+
+def test_rays_usage_module_is_content_with_that_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: without the file it asks."""
+    from ray._common.usage import usage_lib
+
+    asked: list[str] = []
+
+    def get(url: str, **_: Any) -> Any:
+        asked.append(url)
+        raise usage_lib.requests.exceptions.ConnectionError
+
+    monkeypatch.setattr(usage_lib.requests, "get", get)
+    file = tmp_path / "ray_bootstrap_config.yaml"
+    usage_lib.get_cluster_config_to_report(str(file))
+    assert any("169.254.169.254" in url for url in asked)
+    asked.clear()
+    file.write_text((helm.CHART / "files" / "ray_bootstrap_config.yaml").read_text())
+    usage_lib.get_cluster_config_to_report(str(file))
+    assert asked == []
+
+
+def root_path(ingress: str) -> str | None:
+    rendered = helm.render(values=f"ingress: {{enabled: true, host: a.example, {ingress}}}")
+    args = helm.serve_config(rendered)["applications"][0]["args"]
+    found: str | None = args["server"].get("root_path")
+    return found
+
+
+def test_a_path_of_the_ingress_is_the_applications_too() -> None:
+    assert root_path("path: /llm") == "/llm"
+    assert root_path("path: /team/llm/") == "/team/llm"
+    assert root_path("path: /") is None
+    rewritten = "annotations: {nginx.ingress.kubernetes.io/rewrite-target: /$2}"
+    assert root_path(f"path: '/llm(/|$)(.*)', pathType: ImplementationSpecific, {rewritten}") is None
+    assert root_path(f"path: /llm, {rewritten}") == "/llm"
+    off = helm.render(values="ingress: {path: /llm}")
+    assert "root_path" not in helm.serve_config(off)["applications"][0]["args"]["server"]
+
+
+@pytest.mark.parametrize("root", ["", "/llm", "/team/llm"])
+async def test_the_application_answers_with_and_without_it(root: str) -> None:
+    import httpx
+
+    key = {"name": "k", "sha256": "0" * 64}
+    settings = Settings.load({"server": {"root_path": root, "api_keys": [key]}})
+    app = create_app(settings, None, None)  # type: ignore[arg-type]  # neither is asked here
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        for path in ("/version", f"{root}/version", f"{root}/version/"):
+            assert (await client.get(path)).status_code == 200, path
+        assert (await client.get(f"{root}/v1/models")).status_code == 401, "the path is no way around keys"
+        for path in ("/other/version", f"{root}x/version", f"{root}{root or '/no'}/version"):
+            assert (await client.get(path)).status_code in (401, 404), path
