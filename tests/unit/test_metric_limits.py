@@ -1,0 +1,30 @@
+"""No histogram ends below what its settings allow: its high quantiles would all be the last limit."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.verifier_actor import STALLED_S
+from llm42.config import Settings
+from llm42.metrics import CATALOGUE, Kind, Metric
+
+HISTOGRAMS = [m for m in CATALOGUE if m.kind is Kind.HISTOGRAM]
+
+
+def most(metric: Metric) -> float:
+    """What may well be observed."""
+    settings = Settings()
+    if metric.unit == "tokens":
+        return float(settings.audit.max_window - 1)  # and session.max_window may be as much
+    if metric.name == "llm42_verifier_step_seconds":
+        return STALLED_S
+    # a window's retries; a stream may wait as long for each, and for another replica
+    session = settings.session
+    return 2 * session.verify_timeout_s * session.verify_attempts + settings.server.failover_s
+
+
+@pytest.mark.parametrize("metric", HISTOGRAMS, ids=lambda m: m.name)
+def test_it_reaches_as_far_as_the_settings(metric: Metric) -> None:
+    assert metric.buckets[-1] >= most(metric)
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+    assert all(limit > 0 for limit in metric.buckets), "Ray keeps none of 0 or below"
