@@ -17,6 +17,7 @@ CONFIG ?= serve_config.yaml
 # The full comparison, 20 prompts of 128 tokens, takes about three times as long: make DEMO_ARGS= demo
 DEMO_ARGS ?= --requests 8 --tokens 96
 PYTEST_ARGS ?=
+ISA_ARGS ?=
 
 # vLLM's CPU build, for `make test-vllm`. It pins torch and brings many packages, so it gets an environment of its own
 # (3.5 GB). --no-deps: torchvision and torchaudio are not needed, and their default builds do not fit a CPU torch.
@@ -30,7 +31,7 @@ VLLM_REQUIREMENTS := import importlib.metadata as m, re; \
 # One thread: two that wait for each other make no progress when something else wants a core.
 VLLM_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: run demo test test-all test-vllm lint format clean
+.PHONY: run demo test test-all test-vllm test-isa lint format clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED) $(MODEL)
@@ -50,6 +51,10 @@ test-all: lint $(MODEL)
 # The protocol tests once more, with vLLM as the fast path.
 test-vllm: $(VLLM_INSTALLED) $(MODEL)
 	$(VLLM_ENV) $(VLLM_BIN)/python -m tests.tiers vllm $(PYTEST_ARGS)
+
+# What compares bits, with the libraries held to other instruction sets and thread counts (tests/isa.py).
+test-isa: $(MODEL)
+	$(BIN)/python -m tests.isa $(ISA_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from deployments.launch import Service, absolute, prepare_environment
-from llm42.config import Settings
+from llm42.config import Settings, VerifierSettings
 
 prepare_environment()
 
@@ -21,6 +21,19 @@ from tests.support import Lab  # noqa: E402
 # HYPOTHESIS_PROFILE=default explores.
 hypothesis_settings.register_profile("repeatable", derandomize=True)
 hypothesis_settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def _verifier_threads(count: int) -> None:
+    """Settings that say nothing of it get verifiers with so many threads (tests/isa.py)."""
+    VerifierSettings.model_fields["threads"].default = count
+    VerifierSettings.model_rebuild(force=True)
+    Settings.model_fields["verifier"].default = VerifierSettings()
+    Settings.model_rebuild(force=True)
+    assert Settings().verifier.threads == Settings.load({"verifier": {}}).verifier.threads == count
+
+
+if "LLM42_TEST_THREADS" in os.environ:
+    _verifier_threads(int(os.environ["LLM42_TEST_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
