@@ -14,6 +14,8 @@ from typing import Any
 from llm42.config import Settings
 from llm42.models.fetch import DEFAULT_DIR
 from llm42.protocol import LLM42Error
+from llm42.receipt import Keyring
+from llm42.tracing import make_tracer
 
 MAX_CAUSE = 800
 """Characters of a failed deployment's own words."""
@@ -27,7 +29,7 @@ class LaunchFailed(LLM42Error):
 
 
 def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
-    """Raises LaunchFailed for a model, library or GPU that is not there, and for a port that is taken.
+    """Raises LaunchFailed for a model, library, key file or GPU that is not there, and for a taken port.
     say: hears of what the service can start without."""
     server, model = settings.server, Path(settings.model.path)
     if not model.exists():
@@ -38,6 +40,8 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
     if port := settings.telemetry.metrics_port:
         require_free_port("0.0.0.0", port, "telemetry.metrics_port")
     try:
+        Keyring.load(settings.audit)
+        make_tracer(settings.telemetry, "preflight").close()
         if settings.engine.kind == "vllm":
             from llm42.engine.vllm_options import require_vllm
 
@@ -85,7 +89,7 @@ def _place(free: list[float], count: int, share: float) -> int:
 
 def require_free_port(host: str, port: int, option: str = "--port") -> None:
     """Raises LaunchFailed when something listens there already."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -65,10 +65,11 @@ def no_dashboard() -> Iterator[int]:
 
 @contextmanager
 def nothing_left(directory: Path) -> Iterator[None]:
-    """Around `ray.init`: when it fails, what it left is removed, but for logs with something in them."""
+    """Around `ray.init`: when it fails, what it left is removed, but for logs with something in them. An
+    interruption is not its failure: `Service.stop` cleans up after that."""
     try:
         yield
-    except BaseException:
+    except Exception:
         import ray
 
         ray.shutdown()
