@@ -18,6 +18,7 @@ from deployments.ray_metrics import RayMetrics
 from llm42.config import ServerSettings, Settings
 from llm42.logs import configure
 from llm42.metrics import FAILOVERS, Metrics, Scope
+from llm42.models.description import check_model
 from llm42.observe import Observed, mode_of
 from llm42.protocol import (
     Commit,
@@ -29,7 +30,6 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.tokenizer import Tokenizer
 from llm42.tracing import Tracer, make_tracer
 
 STATUS_TIMEOUT_S = 2.0
@@ -129,7 +129,7 @@ class Ingress:
 
     def __init__(self, settings: dict[str, Any], fastpath: DeploymentHandle) -> None:
         self._settings = Settings.load(settings)
-        self._tokenizer = Tokenizer.load(self._settings.model.path)
+        self._tokenizer = check_model(self._settings.model)
         telemetry = self._settings.telemetry
         configure(telemetry, "ingress")
         self._metrics = RayMetrics([Scope.INGRESS], in_replica=True, model=self._settings.model.name)

@@ -40,7 +40,8 @@ class LogprobWriter:
     ) -> tuple[dict[str, Any], int]:
         """`choices[].logprobs` of a completion, and the text offset after it.
 
-        count: alternatives per token; 0: no top_logprobs. offset: characters of token texts before. first: a
+        count: alternatives per token; 0: no top_logprobs. offset: characters of token texts before,
+        below 0 where tokens are no part of the text. first: a
         token in front whose log-probability nobody knows (the prompt's first).
         """
         tokens = [self._tokens.token_text(e.token) for e in entries]
@@ -52,7 +53,7 @@ class LogprobWriter:
             tops.insert(0, None)
         offsets = []
         for text in tokens:
-            offsets.append(offset)
+            offsets.append(max(0, offset))
             offset += len(text)
         return {
             "tokens": tokens,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
+from llm42.models.description import check_model
 from llm42.models.fetch import DEFAULT_DIR
 from llm42.protocol import LLM42Error
 from llm42.receipt import Keyring
@@ -29,8 +30,8 @@ class LaunchFailed(LLM42Error):
 
 
 def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
-    """Raises LaunchFailed for a model, library, key file or GPU that is not there, and for a taken port.
-    say: hears of what the service can start without."""
+    """Raises LaunchFailed for a model, library, key file or GPU that is not there, for a model that cannot be
+    served as its files describe it, and for a taken port. say: hears of what a start can do without."""
     server, model = settings.server, Path(settings.model.path)
     if not model.exists():
         default = DEFAULT_DIR.name in model.parts
@@ -40,6 +41,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
     if port := settings.telemetry.metrics_port:
         require_free_port("0.0.0.0", port, "telemetry.metrics_port")
     try:
+        check_model(settings.model)
         Keyring.load(settings.audit)
         make_tracer(settings.telemetry, "preflight").close()
         if settings.engine.kind == "vllm":

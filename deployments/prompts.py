@@ -23,7 +23,8 @@ def prompts_of(body: GenerationBody, context: int, tokenizer: Tokenizer) -> tupl
     if isinstance(body, ChatBody):
         tools = body.tools if body.tool_choice != "none" else None
         text = render_chat(body.messages, tools, body, context, tokenizer)
-        raw, param = [tokenizer.encode(require_unicode(text, "messages"))], "messages"
+        raw = [tokenizer.encode(require_unicode(text, "messages"), add_special=bool(body.add_special_tokens))]
+        param = "messages"
     else:
         assert isinstance(body, CompletionBody)
         raw, param = _completion_prompts(body, context, tokenizer), "prompt"
@@ -43,6 +44,15 @@ def echoes_of(body: CompletionBody, prompts: Sequence[Prompt], tokenizer: Tokeni
     return tuple(texts) if texts else tuple(tokenizer.decode(p, skip_special=False) for p in prompts)
 
 
+def echo_start(body: CompletionBody, tokenizer: Tokenizer) -> int:
+    """Where in an echoed prompt's text its first token begins: the tokens in front of a text are no part of
+    it, so they lie before 0."""
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    text = any(isinstance(p, str) for p in given)
+    added = tokenizer.begin_ids if text and body.add_special_tokens is not False else ()
+    return -sum(len(tokenizer.token_text(token)) for token in added)
+
+
 def render_chat(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
@@ -53,7 +63,7 @@ def render_chat(
     """The prompt's text. Refuses what the template would leave out, and what cannot fit `context` tokens."""
     for message in messages:
         require_unicode(message.name or "", "messages")  # a template may leave it out
-    parts = [str(part) for m in messages for part in m.for_template(further=False).values()]
+    parts = [str(part) for m in messages for part in m.for_template().values()]
     require_room("".join(parts), "messages", context, tokenizer)
     if options.continue_final_message and not (messages[-1].role == "assistant" and messages[-1].text):
         raise RequestRejected(
@@ -98,7 +108,7 @@ def require_unicode(text: str, param: str) -> str:
 
 
 def require_known(ids: Sequence[int], param: str, tokenizer: Tokenizer) -> None:
-    """Refuses ids outside the vocabulary."""
+    """Refuses ids outside the model's vocabulary; what the model can draw is taken."""
     if ids and max(ids) >= tokenizer.vocab_size:
         raise RequestRejected(
             f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",
@@ -114,12 +124,13 @@ def _completion_prompts(body: CompletionBody, context: int, tokenizer: Tokenizer
     texts = [p for p in given if isinstance(p, str)]
     for text in texts:
         require_room(text, "prompt", context, tokenizer)
-    return [_encode(p, tokenizer) for p in texts] or [list(p) for p in given if isinstance(p, list)]
+    special = body.add_special_tokens is not False
+    return [_encode(p, special, tokenizer) for p in texts] or [list(p) for p in given if isinstance(p, list)]
 
 
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+def _encode(text: str, special: bool, tokenizer: Tokenizer) -> list[int]:
     """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
-    return tokenizer.encode(require_unicode(text, "prompt"), add_special=True) if text else []
+    return tokenizer.encode(require_unicode(text, "prompt"), add_special=special) if text else []
 
 
 def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -142,8 +153,7 @@ def _date(text: str | None) -> datetime.date | None:
 
 
 def _require_tools(tokenizer: Tokenizer) -> None:
-    template = tokenizer.chat_template
-    if template is not None and "tools" not in template.variables:
+    if "tools" not in tokenizer.template_for(True).variables:
         raise RequestRejected("This model's chat template knows no tools.", "tools")
 
 

@@ -42,7 +42,7 @@ class Renderer:
 
     def __init__(self, plan: Plan, model: str, tokens: TokenNames, keyring: Keyring | None = None) -> None:
         self._plan, self._model, self._writer = plan, model, LogprobWriter(tokens)
-        self._choices = [_Choice() for _ in plan.requests]
+        self._choices = [_Choice(text_offset=plan.echo_start) for _ in plan.requests]
         self._fingerprint: str | None = None
         self._receipts = Receipts(plan, model, keyring or Keyring({}))
         self._width = 1 if plan.num_logprobs is None else plan.num_logprobs + 2
@@ -90,8 +90,6 @@ class Renderer:
         if piece.finish_reason:
             receipt = self._receipts.of_choice(index, self._fingerprint)
             whole["llm42"] = self._evidence([choice]) | receipt
-        if self._plan.running_usage:
-            whole["usage"] = self._usage()
         return self._event(whole, large)
 
     def chunk_size(self, index: int, delta: Delta) -> int:

@@ -124,6 +124,8 @@ def absolute(settings: Settings) -> Settings:
     vllm = settings.engine.vllm.model_copy(update={"export_dir": exports})
     engine = settings.engine.model_copy(update={"vllm": vllm})
     model = settings.model.model_copy(update={"path": str(Path(settings.model.path).absolute())})
+    if (template := model.chat_template) is not None:
+        model = model.model_copy(update={"chat_template": str(Path(template).absolute())})
     where = settings.verifier.certificate_dir
     cached = None if where is None else str(Path(where).absolute())
     verifier = settings.verifier.model_copy(update={"certificate_dir": cached})

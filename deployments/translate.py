@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from deployments.errors import ModelNotFound
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
-from deployments.prompts import echoes_of, prompts_of, require_unicode
-from deployments.stops import special_stops
+from deployments.openai_types import NEUTRAL, ChatBody, CompletionBody, GenerationBody, ReceiptOptions
+from deployments.prompts import echo_start, echoes_of, prompts_of, require_unicode
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer
@@ -44,8 +43,8 @@ class Plan:
     prompt_logprobs: int | None = None
     echoes: tuple[str, ...] | None = None
     """Text of each prompt, where it comes before the output."""
-    running_usage: bool = False
-    """Whether each chunk of a stream has the usage so far."""
+    echo_start: int = 0
+    """Offset of an echoed prompt's first token in its text: below 0 where tokens were put in front of it."""
 
     def prompt_index(self, choice: int) -> int:
         """Which prompt a choice belongs to."""
@@ -61,9 +60,13 @@ def plan(
     """
     if body.model != settings.model.name:
         raise ModelNotFound(body.model, settings.model.name)
-    if (refused := body.unsupported()) is not None:
-        field_name, message = refused
-        raise RequestRejected(message, field_name)
+    if (name := body.unsupported()) is not None:
+        what = (
+            f"'{name}' is not supported with this value. It would"
+            if name in NEUTRAL
+            else f"Unknown field '{name}'. It might"
+        )
+        raise RequestRejected(f"{what} change the output, so it is not ignored.", name)
     if deterministic is None:
         said = body.asks_for_determinism
         deterministic = settings.server.deterministic_default if said is None else said
@@ -99,13 +102,13 @@ def plan(
         )
         for number, (prompt, choice) in enumerate(product(prompts, range(body.n or 1)))
     ]
+    echoed = body if isinstance(body, CompletionBody) and body.echo else None
     return Plan(
         id=unique,
         created=int(time.time()),
         chat=chat,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         num_logprobs=_num_logprobs(body),
         deterministic=deterministic,
@@ -115,9 +118,8 @@ def plan(
         requests=tuple(requests),
         receipt=receipt,
         prompt_logprobs=body.prompt_logprobs,
-        echoes=echoes_of(body, prompts, tokenizer)
-        if isinstance(body, CompletionBody) and body.echo
-        else None,
+        echoes=None if echoed is None else echoes_of(echoed, prompts, tokenizer),
+        echo_start=0 if echoed is None else echo_start(echoed, tokenizer),
     )
 
 
@@ -161,14 +163,13 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
             "context_length_exceeded",
         )
     asked, field_name = body.max_tokens, "max_tokens"
-    if body.max_completion_tokens is not None:
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         asked, field_name = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked = room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
     if asked > room:
         raise RequestRejected(
-            f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}:"
-            f" with this prompt at most {room} of output fit.",
+            f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}.",
             field_name,
             "context_length_exceeded",
         )
@@ -184,13 +185,18 @@ def _stops(body: GenerationBody) -> tuple[str, ...]:
 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = [*(body.stop_token_ids or ()), *special_stops(_stops(body), tokenizer)]
+    ids = list(body.stop_token_ids or ())
     for token in ids:
         if token >= tokenizer.vocab_size:
             raise RequestRejected(f"stop_token_ids: {token} is outside the vocabulary.", "stop_token_ids")
     if not body.ignore_eos:
-        ids += tokenizer.eos_token_ids
+        ids += _end_ids(body, tokenizer)
     return tuple(dict.fromkeys(ids))
+
+
+def _end_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A chat answer ends at the chat template's own end of turn too."""
+    return tokenizer.eos_token_ids + (tokenizer.turn_end_ids if isinstance(body, ChatBody) else ())
 
 
 def _num_logprobs(body: GenerationBody) -> int | None:
@@ -239,7 +245,7 @@ def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -
 def _sampling(body: GenerationBody, seed: int, tokenizer: Tokenizer) -> SamplingParams:
     """OpenAI's defaults: temperature 1, everything else neutral. top_k -1 is vLLM's way to write 0 (off)."""
     banned = (
-        tuple(dict.fromkeys((*_stop_ids(body, tokenizer), *tokenizer.eos_token_ids)))
+        tuple(dict.fromkeys((*_stop_ids(body, tokenizer), *_end_ids(body, tokenizer))))
         if body.min_tokens
         else ()
     )

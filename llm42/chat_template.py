@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import jinja2
-from jinja2 import meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llm42.models.errors import ModelFileError
+from llm42.models.template_dates import strftime
+from llm42.models.template_sandbox import Sandbox, Unrepeatable
 from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
@@ -26,37 +22,12 @@ _END_OF_FINAL = "\ue000end of the final message\ue000"
 """Marks where a message ends that is to be continued; private-use characters, which no message holds."""
 
 
-class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks text to train on; here it is just its body."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        """The nodes inside the tag."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """One compiled template. `special`: the token strings that templates may use (bos_token, ...)."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = FIXED_DATE.strftime
         self.source, self._special = source, dict(special)
-        try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelFileError(
-                f"the chat template cannot be parsed: line {error.lineno}: {error}"
-            ) from error
+        self._template, self.variables = Sandbox().compiled(source)
 
     def render(
         self,
@@ -76,9 +47,9 @@ class ChatTemplate:
         variables = (
             self._special | kwargs | {"messages": plain, "add_generation_prompt": add_generation_prompt}
         )
-        if date is not None:
-            midnight = datetime.datetime.combine(date, datetime.time(), datetime.UTC)
-            variables["strftime_now"] = midnight.strftime
+        today = FIXED_DATE.date() if date is None else date
+        midnight = datetime.datetime.combine(today, datetime.time(), datetime.UTC)
+        variables["strftime_now"] = partial(strftime, midnight)
         text = self._render(variables)
         if not continue_final_message:
             return text
@@ -92,6 +63,10 @@ class ChatTemplate:
     def _render(self, variables: dict[str, Any]) -> str:
         try:
             return self._template.render(**variables)
+        except Unrepeatable as error:
+            raise RequestRejected(
+                f"the model's chat template is not reproducible with these messages: {error}", "messages"
+            ) from error
         except (
             jinja2.TemplateError,
             TypeError,
@@ -125,12 +100,3 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     elif not isinstance(content, str):
         raise RequestRejected(f"messages[{index}].content must be a string", f"messages[{index}].content")
     return plain
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None) -> str:
-    # Jinja's own filter escapes HTML characters, which models were not trained on
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators)

@@ -27,6 +27,10 @@ class ModelSettings(_Section):
     )
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: int = Field(2048, ge=16, description="longest prompt plus output, in tokens")
+    chat_template: str | None = Field(
+        None,
+        description="a Jinja file: the chat template instead of the model's own; null: the model's",
+    )
 
 
 class VllmSettings(_Section):

@@ -8,9 +8,10 @@ from contextlib import aclosing, nullcontext
 
 from llm42.config import Settings
 from llm42.driver import Generator
-from llm42.engine.build import build_engine, load_tokenizer
+from llm42.engine.build import build_engine
 from llm42.local import LocalVerifier
 from llm42.metrics import Metrics, NullMetrics
+from llm42.models.description import load_tokenizer
 from llm42.models.load import require_device
 from llm42.observe import Observed, VerifierReport
 from llm42.protocol import Delta, Request
@@ -41,7 +42,7 @@ class Embedded:
         progress("Loading the model")
         require_device(settings.model.device)
         needed = deterministic or settings.engine.kind == "torch"  # vLLM has its own copy
-        loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings))
+        loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings.model))
         self.settings = settings
         self.verifier: Verifier | None = None
         self.certificate: Certificate | None = None

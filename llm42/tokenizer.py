@@ -15,6 +15,10 @@ import tokenizers
 
 from llm42.chat_template import FIXED_DATE, ChatTemplate
 from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.gguf_tokenizer import read_gguf
+from llm42.models.templates import DEFAULT, TOOL_USE, read_text
+from llm42.models.tokenizer_directory import read_directory
+from llm42.models.tokenizer_parts import added_around
 from llm42.protocol import RequestRejected
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,28 +34,78 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         eos_token_ids: Iterable[int],
-        template: str | None = None,
+        template: str | Mapping[str, str] | None = None,
         special: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
+        """template: a chat template, or several by name. vocab_size: rows of the model's matrix, where it is
+        padded beyond the tokens. Raises ModelFileError or UnsupportedModel."""
         self.backend = backend
         self.eos_token_ids: tuple[int, ...] = tuple(sorted(set(eos_token_ids)))
         self.special = dict(special or {})
-        self.chat_template = None if template is None else ChatTemplate(template, self.special)
+        sources = {DEFAULT: template} if isinstance(template, str) else dict(template or {})
+        self._templates = {
+            name: ChatTemplate(sources[name], self.special) for name in (DEFAULT, TOOL_USE) if name in sources
+        }
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._pieces = _Pieces(backend)
-        self.identity = self._identity(template)
+        self.token_count: int = max(self._pieces.ids, default=-1) + 1
+        """The largest id of a token, plus one: ids may have holes."""
+        self.vocab_size: int = self.token_count if vocab_size is None else vocab_size
+        """Ids below it can be drawn, so they are taken everywhere; one that is no token has the text ""."""
+        self.identity = self._identity(sources)
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """From a GGUF file, or a directory with tokenizer.json. Raises ModelFileError or UnsupportedModel."""
+    def load(
+        cls, path: str | Path, chat_template: str | Path | None = None, vocab_size: int | None = None
+    ) -> Tokenizer:
+        """From a GGUF file, or a directory with tokenizer.json. chat_template: a Jinja file to be used
+        instead of the model's own templates. vocab_size: the model's. Raises ModelFileError or
+        UnsupportedModel."""
         source = Path(path)
-        return _from_directory(source) if source.is_dir() else _from_gguf(source)
+        parts = read_directory(source) if source.is_dir() else read_gguf(source)
+        own = parts.templates if chat_template is None else {DEFAULT: read_text(Path(chat_template))}
+        made = cls(parts.backend, parts.eos_token_ids, own, parts.special, vocab_size)
+        if made.token_count > made.vocab_size:
+            sizes = f"the tokenizer has ids to {made.token_count - 1}, the model {made.vocab_size} rows"
+            raise ModelFileError(f"{source}: {sizes}")
+        return made
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's vocabulary may be padded beyond it."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of requests without tools."""
+        return self._templates.get(DEFAULT)
+
+    def template_for(self, tools: bool) -> ChatTemplate:
+        """The template of a request with or without tools. Raises RequestRejected where there is none."""
+        found = (self._templates.get(TOOL_USE) if tools else None) or self.chat_template
+        if found is None:
+            raise RequestRejected(
+                "this model has no chat template: use /v1/completions (the operator can give it one:"
+                " model.chat_template)",
+                "messages",
+            )
+        return found
+
+    @cached_property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What `encode` with `add_special` puts in front of a text."""
+        return added_around(self.backend)[0]
+
+    @cached_property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """The special token that the chat template puts behind an answer, if it is not an end token already:
+        a chat answer ends there too."""
+        if self.chat_template is None:
+            return ()
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            behind = self.chat_template.render(messages, add_generation_prompt=False).rpartition("answer")[2]
+        except RequestRejected:
+            return ()
+        first = self.encode(behind.lstrip())[:1]
+        return tuple(i for i in first if i in self._special_ids and i not in self.eos_token_ids)
 
     @cached_property
     def longest_token(self) -> int:
@@ -86,15 +140,14 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt text of a conversation (encode it without add_special). Raises RequestRejected."""
-        if self.chat_template is None:
-            raise RequestRejected("this model has no chat template: use /v1/completions", "messages")
-        return self.chat_template.render(messages, add_generation_prompt, **kwargs)
+        template = self.template_for(bool(kwargs.get("tools")))
+        return template.render(messages, add_generation_prompt, **kwargs)
 
-    def _identity(self, template: str | None) -> str:
-        """sha256 over all that turns text into ids: vocabulary, merges, rules, template and its date."""
+    def _identity(self, templates: Mapping[str, str]) -> str:
+        """sha256 over all that turns text into ids: vocabulary, merges, rules, templates and their date."""
         parts = [
             self.backend.to_str(),
-            template,
+            sorted(templates.items()),
             sorted(self.special.items()),
             list(self.eos_token_ids),
             str(FIXED_DATE),
@@ -187,6 +240,7 @@ class _Pieces:
         vocab = backend.get_vocab(with_added_tokens=True)
         convert = self._fallback_piece if self.byte_fallback else _byte_level_piece
         self._table = {index: convert(token) for token, index in vocab.items()}
+        self.ids = self._table.keys()
 
     def get(self, token: int) -> tuple[bytes, bool]:
         """(bytes, is a byte-fallback token); an id outside the vocabulary is empty."""
@@ -226,73 +280,3 @@ def _byte_level_piece(token: str) -> tuple[bytes, bool]:
     if all(char in _ALPHABET for char in token):
         return bytes(_ALPHABET[char] for char in token), False
     return token.encode(), False  # an added token, spelled as itself
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    from llm42.models.gguf import eos_token_ids
-    from llm42.models.gguf_reader import metadata, open_gguf
-    from llm42.models.gguf_tokenizer import build_tokenizer
-
-    data = metadata(open_gguf(path))
-    tokens = data.get("tokenizer.ggml.tokens") or []
-    ids = {name: data.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_NAMES.items()}
-    special = {name: tokens[index] for name, index in ids.items() if index is not None}
-    return Tokenizer(
-        build_tokenizer(str(path), data),
-        eos_token_ids(data.get),
-        data.get("tokenizer.chat_template"),
-        special,
-    )
-
-
-_SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-
-def _from_directory(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelFileError(f"{file}: no such file (a tokenizer.json is needed)")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelFileError(f"{file}: {error}") from error
-    backend.no_padding()
-    backend.no_truncation()
-    settings = _read_json(path / "tokenizer_config.json")
-    special = {name: _token_string(settings[name]) for name in _SPECIAL_NAMES if settings.get(name)}
-    return Tokenizer(backend, _eos_from_directory(path, backend, special), _template(path, settings), special)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text()))
-    except ValueError as error:
-        raise ModelFileError(f"{file}: not JSON: {error}") from error
-
-
-def _token_string(value: Any) -> str:
-    return str(value["content"] if isinstance(value, Mapping) else value)
-
-
-def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    value = settings.get("chat_template")
-    if isinstance(value, list):  # several named ones
-        value = {entry["name"]: entry["template"] for entry in value}.get("default")
-    return value
-
-
-def _eos_from_directory(path: Path, backend: tokenizers.Tokenizer, special: Mapping[str, str]) -> set[int]:
-    """generation_config.json's ids where given, else config.json's; the tokenizer's own end token always."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
-        if value is not None:
-            found |= set(value) if isinstance(value, list) else {value}
-            break
-    own = backend.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return found if own is None else found | {own}

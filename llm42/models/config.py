@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from llm42.models.rope import RopeSettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeSettings
     max_position: int
+    """As the file says it; `longest_context` counts the scaling in."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -33,6 +36,11 @@ class ModelConfig:
     qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the model can be run at."""
+        return self.rope.longest_context(self.max_position)
 
     def inv_freq(self) -> Tensor:
         """Rotary frequencies, [D/2] float64."""

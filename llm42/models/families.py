@@ -13,19 +13,15 @@ from typing import Any
 
 from llm42.models.config import ModelConfig
 from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.files import kinds, words
 from llm42.models.rope import RopeSettings, yarn_attention_factor
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_USED = _words(
+_USED = words(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     " num_key_value_heads head_dim rms_norm_eps rope_theta rope_scaling rope_parameters"
     " max_position_embeddings tie_word_embeddings bos_token_id eos_token_id layer_types architectures"
 )
-_HARMLESS = _words(
+_HARMLESS = words(
     "torch_dtype dtype transformers_version initializer_range use_cache pad_token_id attention_dropout"
     " _name_or_path _attn_implementation_autoset max_window_layers output_attentions output_hidden_states"
     " return_dict id2label label2id problem_type is_llama_config transformers.js_config unsloth_version"
@@ -82,7 +78,7 @@ _ROPE_KEYS: dict[str, frozenset[str]] = {
     "llama3": frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
-    "yarn": _words(
+    "yarn": words(
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim"
         " truncate"
     ),
@@ -148,7 +144,7 @@ class _Reader:
                 continue
             if key not in _NEUTRAL:
                 raise self._unsupported(key, "is not a known field: it may change the model")
-            if not any(value == allowed and type(value) in _kinds(allowed) for allowed in _NEUTRAL[key]):
+            if not any(value == allowed and type(value) in kinds(allowed) for allowed in _NEUTRAL[key]):
                 raise self._unsupported(key, f"= {value!r} is not supported")
         classes = self.data.get("architectures")
         if classes is not None and classes != [self.family.class_name]:
@@ -249,11 +245,6 @@ class _Reader:
 
     def _broken(self, key: str, what: str) -> ModelFileError:
         return ModelFileError(f"{self.where}: {key} {what}")
-
-
-def _kinds(allowed: Any) -> tuple[type, ...]:
-    """Types that may stand for a neutral value: False must not pass for 0, but 1 may for 1.0."""
-    return (int, float) if type(allowed) in (int, float) else (type(allowed),)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

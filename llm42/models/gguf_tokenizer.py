@@ -5,14 +5,44 @@ The pre-tokenizers are those of the models' own tokenizer.json; GGUF only names 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.files import require_known, words
+from llm42.models.gguf_config import eos_token_ids
+from llm42.models.gguf_reader import metadata, open_gguf
+from llm42.models.templates import gguf_templates
+from llm42.models.tokenizer_parts import TokenizerParts
 
 _CONTROL, _USER_DEFINED = 3, 4
+_KINDS = range(1, 7)
+"""Normal, unknown, control, user-defined, unused, byte."""
+_IDS = {
+    "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
+    "sep_token": "seperator", "cls_token": "cls", "mask_token": "mask",
+}  # fmt: skip
+"""What templates call a special token -> what the metadata call its id."""
+_USED = words("model pre tokens token_type scores merges add_bos_token add_space_prefix") | {
+    f"{name}_token_id" for name in (*_IDS.values(), "eot", "eom")
+}
+_HARMLESS = words(
+    "token_type_count prefix_token_id suffix_token_id middle_token_id fim_pre_token_id fim_suf_token_id"
+    " fim_mid_token_id fim_pad_token_id fim_rep_token_id fim_sep_token_id"
+)
+"""Names of tokens for filling in, which a client writes by itself."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_eos_token": (False,),
+    "add_sep_token": (False,),
+    "remove_extra_whitespaces": (False,),
+    "escape_whitespaces": (True,),
+    "treat_whitespace_as_suffix": (False,),
+}
+_PREFIX = "tokenizer.ggml."
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -34,9 +64,25 @@ _IGNORE_MERGES = {"llama-bpe", "llama3", "tekken"}
 _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "tekken"}
 
 
-def build_tokenizer(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer that `metadata` (keys `tokenizer.ggml.*`) describes. UnsupportedModel names the key."""
-    get = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}.get
+def read_gguf(path: Path) -> TokenizerParts:
+    """Raises ModelFileError, or UnsupportedModel naming the key."""
+    data = metadata(open_gguf(path))
+    tokens = data.get("tokenizer.ggml.tokens") or []
+    ids = {name: data.get(f"{_PREFIX}{key}_token_id") for name, key in _IDS.items()}
+    for name, index in ids.items():
+        if index is not None and not 0 <= index < len(tokens):
+            raise ModelFileError(f"{path}: metadata {_PREFIX}{_IDS[name]}_token_id = {index} is no token")
+    special = {name: tokens[index] for name, index in ids.items() if index is not None}
+    return TokenizerParts(
+        build_tokenizer(str(path), data), eos_token_ids(data.get), gguf_templates(data), special
+    )
+
+
+def build_tokenizer(path: str, data: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer that `data` (keys `tokenizer.ggml.*`) describes. UnsupportedModel names the key."""
+    values = {k.removeprefix(_PREFIX): v for k, v in data.items() if k.startswith(_PREFIX)}
+    require_known(values, path, _USED | _HARMLESS, _NEUTRAL, _PREFIX)
+    get = values.get
     tokens = get("tokens")
     if not tokens:
         raise ModelFileError(f"{path}: metadata tokenizer.ggml.tokens is missing")
@@ -50,14 +96,14 @@ def build_tokenizer(path: str, metadata: dict[str, Any]) -> tokenizers.Tokenizer
                 f"{path}: tokenizer.ggml.model = {other!r} is not supported", "tokenizer.ggml.model"
             )
     _add_tokens(result, tokens, get("token_type") or [])
-    bos = get("bos_token_id")
-    if bos is not None and get("add_bos_token", bos_by_default):
+    bos, wanted = get("bos_token_id"), get("add_bos_token", bos_by_default)
+    if get("add_bos_token") and bos is None:
+        raise UnsupportedModel(
+            f"{path}: {_PREFIX}add_bos_token is true, and no bos_token_id is named", f"{_PREFIX}add_bos_token"
+        )
+    if bos is not None and wanted:
         result.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
-        )
-    if get("add_eos_token", False):
-        raise UnsupportedModel(
-            f"{path}: tokenizer.ggml.add_eos_token is not supported", "tokenizer.ggml.add_eos_token"
         )
     return result
 
@@ -112,6 +158,8 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
 
 def _add_tokens(result: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
     """Control tokens become special; user-defined ones are matched whole but are ordinary text."""
+    if odd := set(kinds).difference(_KINDS):
+        raise UnsupportedModel(f"token_type {min(odd)} is not known", f"{_PREFIX}token_type")
     by_kind = {
         kind: [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
         for kind in (_CONTROL, _USER_DEFINED)

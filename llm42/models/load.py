@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from llm42.models import families
-from llm42.models import gguf as gguf_files
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.description import read_config, require_context
+from llm42.models.errors import ModelFileError
 from llm42.models.gguf import GGUFSource
-from llm42.models.safetensors import SafetensorsSource, read_json
+from llm42.models.safetensors import SafetensorsSource
 from llm42.models.weights import LoadedModel, assemble
 from llm42.protocol import LLM42Error
 
@@ -52,14 +51,8 @@ def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) ->
     """
     require_device(device)
     place = Path(path)
-    if not place.exists():
-        raise ModelFileError(f"{place}: no such file or directory")
     config = read_config(place)
-    if max_model_len > config.max_position:
-        raise UnsupportedModel(
-            f"{place}: max_model_len {max_model_len} is beyond the model's {config.max_position} positions",
-            "max_model_len",
-        )
+    require_context(place, config, max_model_len)
     source, files, description, dequantiser = _open(place, config)
     return LoadedModel(
         config=config,
@@ -70,18 +63,6 @@ def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) ->
         source=description,
         dequantiser=dequantiser,
     )
-
-
-def read_config(place: Path) -> ModelConfig:
-    """The configuration alone, from a GGUF file or a directory."""
-    if not place.is_dir():
-        return gguf_files.read_config(place)
-    file = place / "config.json"
-    config = families.read_config(read_json(file), str(file))
-    generation = place / "generation_config.json"
-    if generation.is_file() and (value := read_json(generation).get("eos_token_id")) is not None:
-        config = dataclasses.replace(config, eos_token_ids=families.token_ids(value))
-    return config
 
 
 def _open(place: Path, config: ModelConfig) -> tuple[GGUFSource | SafetensorsSource, list[Path], str, str]:

@@ -1,15 +1,18 @@
 """Rotary frequencies: plain, linear, Llama 3 and YaRN scaling, as transformers defines them, but in float64.
 
-Sources: transformers `modeling_rope_utils.py`; YaRN: Peng et al., arXiv 2309.00071.
+Sources: transformers `modeling_rope_utils.py`; YaRN: Peng et al., arXiv 2309.00071. PyTorch is imported where
+it computes: a configuration is read in processes that compute nothing.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,19 @@ class RopeSettings:
     divisors: tuple[float, ...] = ()
     """Kind "divisors": one per frequency (GGUF's `rope_freqs.weight`, Llama 3 scaling precomputed)."""
 
+    def longest_context(self, max_position: int) -> int:
+        """Positions that the scaling reaches, where the configuration names `max_position`: formats spread
+        the limit over two fields, of which the other is the factor. What vLLM derives too."""
+        if self.kind == "linear":
+            return max(max_position, int(max_position * self.factor))
+        if self.kind == "yarn":
+            return max(max_position, int(self.original_max_position * self.factor))
+        return max_position
+
     def inv_freq(self, head_dim: int) -> Tensor:
         """Angular frequency per position, [head_dim / 2] float64."""
+        import torch
+
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         plain = 1.0 / torch.tensor(self.theta, dtype=torch.float64) ** exponents
         match self.kind:
@@ -50,6 +64,8 @@ class RopeSettings:
     def inv_freq_float32(self, head_dim: int, device: str | torch.device) -> Tensor:
         """[head_dim / 2] float32, computed in float32 on `device` in the steps that vLLM takes; a kind other
         than "default" and "llama3" is computed in float64 and rounded."""
+        import torch
+
         if self.kind not in ("default", "llama3"):
             return self.inv_freq(head_dim).float().to(device)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -65,6 +81,8 @@ class RopeSettings:
 
     def _llama3(self, plain: Tensor) -> Tensor:
         """Long wavelengths are divided by the factor, short ones kept, those between are blended."""
+        import torch
+
         context = self.original_max_position
         wavelength = 2 * math.pi / plain
         smooth = (context / wavelength - self.low_freq_factor) / (
@@ -79,6 +97,7 @@ class RopeSettings:
 
     def _yarn(self, plain: Tensor, head_dim: int) -> Tensor:
         """A linear ramp over the dimensions between beta_fast and beta_slow turns in the original context."""
+        import torch
 
         def dimension(rotations: float) -> float:
             ratio = self.original_max_position / (rotations * 2 * math.pi)

@@ -11,24 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.models.files import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32", "F16", "BF16"}
 _HEADER_LIMIT = 100_000_000
 """Bytes; the format's own limit."""
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelFileError naming the file."""
-    if not file.is_file():
-        raise ModelFileError(f"{file}: no such file")
-    try:
-        value = json.loads(file.read_text())
-    except ValueError as error:
-        raise ModelFileError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{file}: not a JSON object")
-    return value
 
 
 class SafetensorsSource:

@@ -10,7 +10,7 @@ from functools import partial
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
 from llm42.config import Settings
-from llm42.models.errors import ModelFileError
+from llm42.models.description import load_tokenizer
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.threads import device_lost, set_threads, torch_threads
@@ -37,11 +37,8 @@ log = logging.getLogger(__name__)
 def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
     """The model and tokenizer that the settings name."""
     m = settings.model
-    model, tokenizer = load_model(m.path, m.dtype, m.device, m.max_model_len), Tokenizer.load(m.path)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise ModelFileError(f"{m.path}: {sizes}")
-    return model, tokenizer
+    tokenizer = load_tokenizer(m)  # first: what it refuses, it refuses at once
+    return load_model(m.path, m.dtype, m.device, m.max_model_len), tokenizer
 
 
 def certificate_for(

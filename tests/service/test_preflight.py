@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def settings_of(place: Path, **tree: Any) -> Settings:
-    model = {"path": str(place), **tree.pop("model", {})}
+    model = {"path": str(place), "max_model_len": 1024, **tree.pop("model", {})}
     server = {"port": free_port(), **tree.pop("server", {})}
     return Settings.load({"model": model, "server": server, "telemetry": {"metrics_port": 0}, **tree})
 
@@ -37,6 +38,36 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "make run" not in str(caught.value), "that fetches another model"
     with pytest.raises(LaunchFailed, match="make run"):
         check(settings_of(tmp_path / "smollm2" / "missing.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "what"),
+    [
+        ("config.json", {"sliding_window": 64}, "sliding_window"),
+        ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
+        ("tokenizer_config.json", {"chat_template": "{{ lipsum() }}"}, "lipsum"),
+        ("generation_config.json", {"suppress_tokens": [1]}, "suppress_tokens"),
+        ("config.json", {"max_position_embeddings": 512}, r"max_model_len 2048 .* 512 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_served_as_its_files_say(
+    place: Path, file: str, values: dict[str, Any], what: str
+) -> None:
+    """Before Ray is started, by its description alone: no weights are read."""
+    (place / "model.safetensors").unlink()
+    data = json.loads((place / file).read_text()) if (place / file).is_file() else {}
+    wide = {"max_position_embeddings": 4096} if file == "config.json" else {}
+    (place / file).write_text(json.dumps(data | wide | values))
+    with pytest.raises(LaunchFailed, match=what):
+        check(settings_of(place, model={"max_model_len": 2048 if file == "config.json" else 1024}))
+
+
+def test_a_chat_template_of_its_own(place: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    with pytest.raises(LaunchFailed, match=r"own\.jinja"):
+        check(settings_of(place, model={"chat_template": str(file)}))
+    file.write_text("{{ messages[0].content }}")
+    check(settings_of(place, model={"chat_template": str(file)}))
 
 
 def test_vllm_that_is_not_installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from gguf_oracle import write_gguf
 from model_oracle import tiny_model
 from tokenizers import pre_tokenizers
 
-from llm42.models import export, gguf
+from llm42.models import export, gguf, gguf_config
 from llm42.models.export import config_json, export_model
 from llm42.models.families import read_config
 from llm42.models.load import load_model
@@ -143,7 +143,7 @@ def test_a_broken_off_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     ids=lambda rope: rope.kind,
 )
 def test_every_rope_scaling_survives(rope: RopeSettings, tmp_path: Path) -> None:
-    config = dataclasses.replace(gguf.read_config(write(tmp_path / "tiny.gguf")), rope=rope)
+    config = dataclasses.replace(gguf_config.read_config(write(tmp_path / "tiny.gguf")), rope=rope)
     assert read_config(config_json(config, "float32"), "export") == config
 
 

@@ -17,11 +17,11 @@ from fake_vllm import request_of
 from benchmarks.random_model import SMALL_64
 from llm42.config import Settings
 from llm42.engine import vllm_connection
-from llm42.engine.build import load_tokenizer
 from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import check_version
 from llm42.engine.vllm_options import EngineUnavailable, engine_arguments, model_directory
 from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
+from llm42.models.description import load_tokenizer
 from llm42.models.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch
@@ -214,7 +214,7 @@ def test_a_directory_is_used_as_it_is(tmp_path: Any) -> None:
     place = write_model(tmp_path / "tiny")
     settings = Settings.load({"model": {"path": str(place)}})
     assert model_directory(settings) == str(place)
-    assert load_tokenizer(settings).vocab_size == 512
+    assert load_tokenizer(settings.model).vocab_size == 512
 
 
 def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
