@@ -12,7 +12,7 @@ import ray
 from deployments.verifier_actor import VerifierActor
 from llm42 import config
 from llm42.config import Settings
-from llm42.fingerprint import code_hash, source_hash
+from llm42.fingerprint import process_facts, settings_facts, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 NAMESPACE = "llm42"
@@ -28,11 +28,12 @@ _DETACHED: dict[str, Any] = {
 
 
 def pool_digest(settings: Settings, model_identity: str) -> str:
-    """Other settings of model or verifier, other model files or other code give other names, hence new
-    actors: a new release never meets the verifiers of an old one."""
+    """Other settings of model or verifier, other model files, other code or libraries give other names, hence
+    new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier)
-    code = [code_hash(), source_hash([Path(__file__).parent, Path(config.__file__)])]
-    key = json.dumps([code, model_identity, *(s.model_dump(mode="json") for s in sections)])
+    code = source_hash([Path(__file__).parent, Path(config.__file__)])
+    facts = process_facts() | settings_facts(settings)
+    key = json.dumps([code, facts, model_identity, *(s.model_dump(mode="json") for s in sections)])
     return hashlib.sha256(key.encode()).hexdigest()[:10]
 
 

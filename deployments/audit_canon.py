@@ -36,8 +36,8 @@ class BackendCanon:
         self._turn = asyncio.Lock()
 
     async def identity(self) -> tuple[str, Mapping[str, Any]]:
-        """The pool's."""
-        return await self._backend.fingerprint()
+        """The pool's. Raises VersionSkew where stored questions would not be read as the pool's are."""
+        return await self._backend.fingerprint(agreed=True)
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """By some verifier, without its cache."""

@@ -25,6 +25,7 @@ from llm42.protocol import (
     Request,
     RequestStats,
     VerifierUnavailable,
+    VersionSkew,
 )
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -33,6 +34,8 @@ PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 ADMISSION_TRIES = 4
 """A request that every attempt finds full is refused after so many: Serve routes by queue lengths that may be
 out of date, so another replica may have room."""
+ELSEWHERE = (Overloaded, VersionSkew, FingerprintChanged)
+"""Refusals that another replica may not share: it has room, or is of the ingress's release."""
 
 
 class ReplicaLost(ServiceUnavailable):
@@ -112,13 +115,13 @@ class Failover:
         """A refusal before the first token is the client's answer; a stream that has begun waits for room."""
         self.refusals += 1
         now = time.monotonic()
-        if isinstance(error, FingerprintChanged):
+        if self.sent and isinstance(error, FingerprintChanged):
             raise error  # waiting does not bring the old verifiers back
         if self.losses and self.sent:
             self.lost_at = self.lost_at or now
             if now - self.lost_at <= self.settings.failover_s:
                 return
-        elif isinstance(error, Overloaded) and not self.sent and self.refusals < ADMISSION_TRIES:
+        elif isinstance(error, ELSEWHERE) and not self.sent and self.refusals < ADMISSION_TRIES:
             return
         raise error
 

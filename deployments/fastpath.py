@@ -12,16 +12,26 @@ from ray import serve
 
 from deployments.admission import Admission
 from deployments.deltas import coalesce
-from deployments.errors import ServiceUnavailable
 from deployments.failover import as_loss
 from deployments.http_app import Status
 from deployments.ray_metrics import RayMetrics
+from deployments.skew import Facts, require_agreement
 from deployments.verifier_actor import node_id
 from deployments.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings, engine_threads
+from llm42.fingerprint import request_facts
 from llm42.logs import configure
-from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, VerifierUnavailable, Window
+from llm42.protocol import (
+    Commit,
+    Delta,
+    Failure,
+    LLM42Error,
+    Request,
+    VerifierUnavailable,
+    VersionSkew,
+    Window,
+)
 from llm42.tracing import make_tracer
 
 REPORT_S = 1.0
@@ -56,6 +66,7 @@ class FastPath:
         self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
+        self._facts = request_facts(self._settings, self._generator.tokenizer)
         if self._settings.server.ready_when == "certified":
             await self._pool.settled()
         self._reporter = asyncio.get_running_loop().create_task(self._report())
@@ -70,18 +81,19 @@ class FastPath:
         return engine, Generator(engine, tokenizer, *parts)
 
     async def generate(
-        self, request: Request, tokenizer: str | None = None, again: bool = False
+        self, request: Request, facts: Facts | None = None, again: bool = False
     ) -> AsyncGenerator[Delta | LLM42Error, None]:
         """Streams a request's deltas; closing or cancelling the stream aborts the request.
 
-        tokenizer: identity of the one that encoded the prompt. again: for the router, which then looks for
-        room instead of a cached prefix. Typed errors are the last item instead of
-        being raised: so they keep their type through Serve.
+        facts: of the process that made the request (llm42/fingerprint/request.py). again: for the router,
+        which then looks for room instead of a cached prefix. Typed errors are the last item instead of being
+        raised: so they keep their type through Serve.
         """
         try:
-            self._require_tokenizer(tokenizer)
             if request.deterministic:
                 await self._pool.require_ready()
+                agreed = self._agreed(facts)  # should other verifiers take over: they were not compared
+                request = replace(request, fingerprint=request.fingerprint or agreed)
             async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
                 async for delta in deltas:
                     yield delta
@@ -102,34 +114,56 @@ class FastPath:
                     first = False
                 yield delta
 
-    async def fingerprint(self) -> tuple[str, dict[str, Any]] | LLM42Error:
-        """The verifiers' fingerprint and manifest; typed errors are returned, as in `generate`."""
+    async def fingerprint(self, facts: Facts | None = None) -> tuple[str, dict[str, Any]] | LLM42Error:
+        """The verifiers' fingerprint and manifest; typed errors are returned, as in `generate`. facts: of who
+        is going to make requests under it; None: they are only to be shown."""
         try:
-            return await self._pool.manifest()
+            name, manifest = await self._pool.manifest()
+            if facts is not None:
+                require_agreement(manifest.get("request"), self._sides(facts))
+            return name, manifest
         except LLM42Error as error:
             return error
 
-    async def replay(self, windows: list[Window]) -> list[Commit | Failure] | LLM42Error:
-        """Audited windows, computed by a verifier without its cache."""
+    async def replay(
+        self, windows: list[Window], facts: Facts | None = None
+    ) -> list[Commit | Failure] | LLM42Error:
+        """Audited windows, computed by a verifier without its cache. facts: of who made them."""
         limit = self._settings.session.verify_timeout_s
         try:
             await self._pool.require_ready()
+            self._agreed(facts)
             return await asyncio.wait_for(self._pool.verify(windows, cold=True), limit)
         except LLM42Error as error:
             return error
         except TimeoutError:
             return VerifierUnavailable(f"no answer from the verifier in {limit:g} s")
 
-    def _require_tokenizer(self, identity: str | None) -> None:
-        """Ids mean something only to the tokenizer that made them, which the fingerprint names."""
-        if identity not in (None, self._generator.tokenizer.identity):
-            raise ServiceUnavailable(
-                "The ingress and this replica were started with different tokenizer files: deploy anew."
-            )
+    def _sides(self, facts: Facts | None) -> dict[str, Facts | None]:
+        """Who contributes to an answer beside the verifiers."""
+        return {"ingress": facts, "replica": self._facts}
 
-    async def status(self) -> Status:
-        """For /health: never waits for the engine or a verifier."""
-        load, members = self._engine.load(), self._pool.members
+    def _agreed(self, facts: Facts | None) -> str | None:
+        """The fingerprint of the verifiers that are ready, if their manifest names what both sides make of a
+        request. Raises VersionSkew, or VerifierUnavailable."""
+        status = self._pool.ready[0].status if self._pool.ready else None
+        if status is None:
+            raise VerifierUnavailable(self._pool.explain())
+        require_agreement(status.request, self._sides(facts))
+        return status.fingerprint
+
+    def _skew(self, facts: Facts | None) -> str:
+        """Why deterministic requests are refused though there are verifiers; empty when they are not."""
+        try:
+            if self._pool.ready:
+                self._agreed(facts)
+        except VersionSkew as error:
+            return str(error)
+        return ""
+
+    async def status(self, facts: Facts | None = None) -> Status:
+        """For /health: never waits for the engine or a verifier. facts: of who asks."""
+        load, members, skew = self._engine.load(), self._pool.members, self._skew(facts)
         return Status(
             serving=self._engine.alive,
             replica=self._replica,
@@ -138,7 +172,8 @@ class FastPath:
             verifiers_ready=len(self._pool.ready),
             verifiers=len(members),
             fingerprint=self._pool.fingerprint,
-            detail=self._pool.explain(),
+            detail=self._pool.explain() or skew,
+            skew=bool(skew),
             running=load.running,
             waiting=load.waiting,
             queued=sum(len(c.waiting) for c in self._admission.classes.values()),

@@ -62,6 +62,8 @@ class Status:
     kv_used: int = 0
     kv_total: int = 0
     verifier_states: tuple[str, ...] = field(default=())
+    skew: bool = False
+    """Deterministic requests are refused: `detail` says in what the parts of the service differ."""
 
 
 class Backend(Protocol):
@@ -71,8 +73,9 @@ class Backend(Protocol):
         """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
         ...
 
-    async def fingerprint(self) -> tuple[str, Mapping[str, Any]]:
-        """The verifiers' fingerprint and manifest. Raises VerifierUnavailable."""
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
+        """The verifiers' fingerprint and manifest. agreed: only if this process makes of a request what the
+        manifest says, else VersionSkew. Raises VerifierUnavailable."""
         ...
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
@@ -175,7 +178,7 @@ class _Service:
     async def health(self) -> Response:
         """200 while the fast path serves; `deterministic` says whether verified answers are to be had too."""
         status = await self._backend.status()
-        ready = status.serving and status.verifiers_ready > 0
+        ready = status.serving and status.verifiers_ready > 0 and not status.skew
         word = "ok" if ready else "best_effort_only" if status.serving else "unavailable"
         body = {"status": word, "deterministic": ready, "version": __version__, **asdict(status)}
         return JSONResponse(body, 200 if status.serving else 503)

@@ -15,7 +15,9 @@ from ray.serve.handle import DeploymentHandle
 from deployments.failover import Failover, ReplicaLost
 from deployments.http_app import Status, create_app
 from deployments.ray_metrics import RayMetrics
+from deployments.skew import Facts
 from llm42.config import ServerSettings, Settings
+from llm42.fingerprint import request_facts
 from llm42.logs import configure
 from llm42.metrics import FAILOVERS, Metrics, Scope
 from llm42.models.description import check_model
@@ -41,14 +43,15 @@ class RayBackend:
     def __init__(
         self,
         fastpath: DeploymentHandle,
-        tokenizer: str,
+        facts: Facts,
         server: ServerSettings,
         metrics: Metrics,
         tracer: Tracer | None = None,
         decode: Callable[[tuple[int, ...]], str] | None = None,
     ) -> None:
-        """tokenizer: the identity of the one that encodes the prompts. decode: where prompts are logged."""
-        self._tokenizer, self._server, self._metrics = tokenizer, server, metrics
+        """facts: of this process, which makes the requests (llm42/fingerprint/request.py). decode: where
+        prompts are logged."""
+        self._facts, self._server, self._metrics = facts, server, metrics
         self._tracer, self._decode = tracer, decode
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
@@ -70,7 +73,7 @@ class RayBackend:
                 self._metrics.inc(FAILOVERS, state.losses, mode=mode_of(request))
 
     async def _try(self, request: Request, again: bool) -> AsyncGenerator[Delta, None]:
-        stream = self._generate.remote(request, self._tokenizer, again)
+        stream = self._generate.remote(request, self._facts, again)
         ended = False
         try:
             async for item in stream:
@@ -92,14 +95,15 @@ class RayBackend:
             if not ended:
                 stream.cancel()
 
-    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, dict[str, Any]]:
         """By way of a replica, which knows the verifiers."""
-        found: tuple[str, dict[str, Any]] = await self._ask(self._fingerprint)
+        facts = self._facts if agreed else None
+        found: tuple[str, dict[str, Any]] = await self._ask(self._fingerprint, facts)
         return found
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """By way of a replica too."""
-        found: list[Commit | Failure] = await self._ask(self._replay, list(windows))
+        found: list[Commit | Failure] = await self._ask(self._replay, list(windows), self._facts)
         return found
 
     async def _ask(self, method: DeploymentHandle, *args: Any) -> Any:
@@ -117,7 +121,7 @@ class RayBackend:
     async def status(self) -> Status:
         """One replica's view; `serving` is false when none answers in time."""
         try:
-            status: Status = await asyncio.wait_for(self._status.remote(), STATUS_TIMEOUT_S)
+            status: Status = await asyncio.wait_for(self._status.remote(self._facts), STATUS_TIMEOUT_S)
             return status
         except Exception as error:
             detail = f"No fast-path replica answers ({type(error).__name__}); it may still be starting."
@@ -135,7 +139,7 @@ class Ingress:
         self._metrics = RayMetrics([Scope.INGRESS], in_replica=True, model=self._settings.model.name)
         self._backend = RayBackend(
             fastpath,
-            self._tokenizer.identity,
+            request_facts(self._settings, self._tokenizer),
             self._settings.server,
             self._metrics,
             make_tracer(telemetry, "ingress"),

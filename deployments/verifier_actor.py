@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -49,6 +50,8 @@ class VerifierStatus:
     active: int = 0
     node: str = ""
     """Ray's id of the node it runs on."""
+    request: Mapping[str, Any] | None = None
+    """What its manifest says of the request side (llm42/fingerprint/request.py), when it is ready."""
 
 
 def node_id() -> str:
@@ -159,7 +162,8 @@ class VerifierActor:
             self._verifier.forget_idle(self._settings.verifier.idle_s)
             stats, name = self._verifier.stats(), self._verifier.fingerprint
             counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
-            return VerifierStatus("ready", name, "", os.getpid(), *counters)
+            facts = self._verifier.manifest["request"]
+            return VerifierStatus("ready", name, "", os.getpid(), *counters, facts)
         if self._failure:
             return VerifierStatus("failed", None, self._failure, os.getpid())
         return VerifierStatus("starting", None, self._doing, os.getpid())

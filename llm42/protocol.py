@@ -218,6 +218,13 @@ class FingerprintChanged(VerifierUnavailable):
     """The verifiers were replaced while the request ran: no promise covers tokens of both (HTTP 503)."""
 
 
+class VersionSkew(VerifierUnavailable):
+    """Who made the request, or would answer it, has other code, files, versions or settings than the
+    verifiers' manifest names (HTTP 503): the fingerprint would promise what nobody computed."""
+
+    code = "version_skew"
+
+
 class VerificationFailed(LLM42Error):
     """The verifier refused a window for good, for example because the logits hold NaN (HTTP 500)."""
 

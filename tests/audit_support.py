@@ -62,7 +62,7 @@ class LocalBackend:
         async for delta in self.generator.generate(request):
             yield replace(delta, replica="replica-a", verifier="verifier-b" if request.deterministic else "")
 
-    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, dict[str, Any]]:
         if not self.up:
             raise VerifierUnavailable("No verifier is ready.")
         return FINGERPRINT, MANIFEST

@@ -22,6 +22,8 @@ from llm42.protocol import LLM42Error
 
 _CHUNK_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20
+_GGUF_HEAD_BYTES = 1 << 26
+"""More than the metadata of any model has: a vocabulary of 256,000 tokens and its merges take 15 MB."""
 
 
 class DeviceUnavailable(LLM42Error):
@@ -77,7 +79,8 @@ def _open(place: Path, config: ModelConfig) -> tuple[GGUFSource | SafetensorsSou
 
 def sampled_identity(path: str | Path) -> str:
     """A quick stand-in for `identity_of`, 16 hex digits: names and lengths of the files that make a model,
-    and a mebibyte from the start, the middle and the end of each. Raises ModelFileError."""
+    all of what is no weights, and of weights a mebibyte from the start, the middle and the end of each file.
+    Raises ModelFileError."""
     place = Path(path)
     kinds = (".json", ".safetensors", ".jinja", ".model", ".txt")
     files = sorted(f for f in place.iterdir() if f.suffix in kinds) if place.is_dir() else [place]
@@ -86,8 +89,12 @@ def sampled_identity(path: str | Path) -> str:
         for file in files:
             size = file.stat().st_size
             digest.update(f"\0{file.name}\0{size}\0".encode())
+            # all that is read of a model in one file, GGUF, begins with the tokenizer and the template
+            whole = 0 if file.suffix == ".safetensors" else size if place.is_dir() else _GGUF_HEAD_BYTES
             with file.open("rb") as stream:
-                for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                for start in range(0, min(whole, size), _CHUNK_BYTES):
+                    digest.update(stream.read(min(_CHUNK_BYTES, whole - start)))
+                for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)) if whole < size else ():
                     stream.seek(start)
                     digest.update(stream.read(_SAMPLE_BYTES))
     except OSError as error:

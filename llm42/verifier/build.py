@@ -104,6 +104,7 @@ def build_verifier(
         raise CertificationFailed("model", [f"steps of {sizes} rows have other known answers than certified"])
     log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
     known = fp.inputs(model, settings, tokenizer.identity)
+    known["request"] = fp.request_facts(settings, tokenizer)
     verifier.manifest = fp.manifest(known, certificate.providers, certificate.golden.digest)
     verifier.fingerprint = fp.fingerprint(verifier.manifest)
     return verifier

@@ -168,7 +168,7 @@ class Gated:
         finally:
             self.running -= 1
 
-    async def fingerprint(self) -> tuple[str, dict[str, Any]]:
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, dict[str, Any]]:
         return FINGERPRINT, MANIFEST
 
     async def settled(self) -> None:

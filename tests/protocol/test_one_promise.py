@@ -107,7 +107,7 @@ def shown(handle: Handle) -> tuple[list[int], bool]:
     async def run() -> tuple[list[int], bool]:
         tokens: list[int] = []
         try:
-            backend = RayBackend(handle, "", ServerSettings(), NullMetrics())  # type: ignore[arg-type]
+            backend = RayBackend(handle, {}, ServerSettings(), NullMetrics())  # type: ignore[arg-type]
             async for delta in backend.generate(request_of("h", 1)):
                 tokens += delta.token_ids
         except Overloaded:

@@ -36,7 +36,7 @@ class Scripted:
         finally:
             self.closed.set()
 
-    async def fingerprint(self) -> tuple[str, Mapping[str, Any]]:
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
         return "f00d", {"weights": "w"}
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:

@@ -1,0 +1,60 @@
+"""What the request side contributes to an answer: the half of the function that is not the verifier's.
+
+An ingress encodes prompts, renders chat templates and fills in defaults; a replica detokenises. Whoever does
+so computes these facts of itself, and the verifiers' manifest has them as its section `request`: equal facts,
+or no deterministic answer (deployments/skew.py).
+"""
+
+from __future__ import annotations
+
+import platform
+import unicodedata
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm42.config import Settings
+from llm42.fingerprint.digests import digest
+from llm42.fingerprint.source import code_hash
+
+if TYPE_CHECKING:
+    from llm42.tokenizer import Tokenizer
+
+LIBRARIES = ("jinja2", "markupsafe", "pydantic", "pydantic_core", "tokenizers")
+"""What makes ids of a body. Python's own json reads it; the HTTP libraries only carry it."""
+
+
+def process_facts() -> dict[str, Any]:
+    """Of this process alone: code, Python, its Unicode data, libraries. JSON-ready."""
+    return {
+        "code": code_hash(),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "libc": platform.libc_ver()[0],
+        "unicode": unicodedata.unidata_version,
+        "libraries": {name: _version(name) for name in LIBRARIES},
+    }
+
+
+def settings_facts(settings: Settings) -> dict[str, Any]:
+    """The settings that decide what a request asks for. JSON-ready."""
+    return {"max_model_len": settings.model.max_model_len, "default_seed": settings.server.default_seed}
+
+
+def request_facts(settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All of it, with this process's tokenizer and chat template. JSON-ready."""
+    facts = process_facts() | settings_facts(settings)
+    if Path(settings.model.path).is_file():  # the library makes a tokenizer of a GGUF file's metadata
+        facts["libraries"] |= {"gguf": _version("gguf")}
+    template = tokenizer.chat_template
+    return facts | {
+        "tokenizer": digest([tokenizer.backend.to_str(), tokenizer.special]),
+        "end_of_text": list(tokenizer.eos_token_ids),
+        "chat_template": None if template is None else digest(template.source),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
