@@ -12,7 +12,7 @@ import ray
 from deployments.verifier_actor import VerifierActor
 from llm42 import config
 from llm42.config import Settings
-from llm42.fingerprint import process_facts, settings_facts, source_hash
+from llm42.fingerprint import process_facts, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 NAMESPACE = "llm42"
@@ -32,8 +32,7 @@ def pool_digest(settings: Settings, model_identity: str) -> str:
     new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier)
     code = source_hash([Path(__file__).parent, Path(config.__file__)])
-    facts = process_facts() | settings_facts(settings)
-    key = json.dumps([code, facts, model_identity, *(s.model_dump(mode="json") for s in sections)])
+    key = json.dumps([code, process_facts(), model_identity, *(s.model_dump(mode="json") for s in sections)])
     return hashlib.sha256(key.encode()).hexdigest()[:10]
 
 

@@ -162,7 +162,7 @@ class VerifierActor:
             self._verifier.forget_idle(self._settings.verifier.idle_s)
             stats, name = self._verifier.stats(), self._verifier.fingerprint
             counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
-            facts = self._verifier.manifest["request"]
+            facts = self._verifier.manifest.get("request")
             return VerifierStatus("ready", name, "", os.getpid(), *counters, facts)
         if self._failure:
             return VerifierStatus("failed", None, self._failure, os.getpid())

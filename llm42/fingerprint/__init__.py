@@ -19,7 +19,7 @@ from llm42.fingerprint.device import device_facts
 from llm42.fingerprint.digests import digest
 from llm42.fingerprint.environment import steering_variables
 from llm42.fingerprint.libraries import library_versions
-from llm42.fingerprint.request import process_facts, request_facts, settings_facts
+from llm42.fingerprint.request import process_facts, request_facts
 from llm42.fingerprint.source import code_hash, source_hash
 from llm42.models.weights import LoadedModel
 from llm42.verifier.sizes import REFERENCE_ROWS, device_kind
@@ -36,7 +36,6 @@ __all__ = [
     "manifest",
     "process_facts",
     "request_facts",
-    "settings_facts",
     "source_hash",
 ]
 

@@ -35,14 +35,13 @@ def process_facts() -> dict[str, Any]:
     }
 
 
-def settings_facts(settings: Settings) -> dict[str, Any]:
-    """The settings that decide what a request asks for. JSON-ready."""
-    return {"max_model_len": settings.model.max_model_len, "default_seed": settings.server.default_seed}
-
-
 def request_facts(settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All of it, with this process's tokenizer and chat template. JSON-ready."""
-    facts = process_facts() | settings_facts(settings)
+    """All of it: of this process, its tokenizer and chat template, and the context's length, which `max_tokens`
+    follows from. JSON-ready.
+
+    No other setting: the rest only refuse, and `server.default_seed` is told with each reply.
+    """
+    facts = process_facts() | {"max_model_len": settings.model.max_model_len}
     if Path(settings.model.path).is_file():  # the library makes a tokenizer of a GGUF file's metadata
         facts["libraries"] |= {"gguf": _version("gguf")}
     template = tokenizer.chat_template

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.errors import ServiceUnavailable
-from deployments.failover import Failover, ReplicaLost, as_loss
+from deployments.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
 from llm42.driver import Generator
 from llm42.outputs import EngineFailed
@@ -24,6 +24,7 @@ from llm42.protocol import (
     Request,
     SamplingParams,
     VerifierUnavailable,
+    VersionSkew,
 )
 from tests.support import PENALISED, SAMPLED, Answer, Lab, differences, request_of
 
@@ -227,8 +228,17 @@ async def test_what_is_asked_of_the_next_replica(lab: Lab) -> None:
     assert len({r.request_id for r in asked}) == 3
 
 
-@pytest.mark.parametrize("error", [VerifierUnavailable("none"), FingerprintChanged("other")])
-async def test_no_verifier_is_an_error_before_the_first_token(error: VerifierUnavailable) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (VerifierUnavailable("none"), 1),
+        (FingerprintChanged("other"), ADMISSION_TRIES),  # another replica may not share these two
+        (VersionSkew("code"), ADMISSION_TRIES),
+    ],
+)
+async def test_no_verifier_is_an_error_before_the_first_token(
+    error: VerifierUnavailable, expected: int
+) -> None:
     tries: list[int] = []
 
     async def script(_: Request) -> AsyncGenerator[Delta, None]:
@@ -238,7 +248,7 @@ async def test_no_verifier_is_an_error_before_the_first_token(error: VerifierUna
 
     with pytest.raises(type(error)):
         await run(Failover(request_of("q", 1), SERVER), script)
-    assert len(tries) == 1
+    assert len(tries) == expected
 
 
 async def test_another_fingerprint_does_not_go_on() -> None:
