@@ -36,8 +36,8 @@ def process_facts() -> dict[str, Any]:
 
 
 def request_facts(settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All of it: of this process, its tokenizer and chat template, and the context's length, which `max_tokens`
-    follows from. JSON-ready.
+    """All of it: of this process, its tokenizer and chat template, and the length of the context, which a
+    missing `max_tokens` stands for. JSON-ready.
 
     No other setting: the rest only refuse, and `server.default_seed` is told with each reply.
     """

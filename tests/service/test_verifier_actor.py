@@ -17,7 +17,7 @@ from llm42.verifier.jobs import VerifierStats
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    return SimpleNamespace(fingerprint="a", **{**usual, **parts})
+    return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
 
 
 @pytest.mark.parametrize("lost", [{"alive": False}, {"stalled_s": verifier_actor.STALLED_S + 1}])
