@@ -128,10 +128,10 @@ def test_all_of_a_large_tokenizer_counts(place: Path, tmp_path: Path) -> None:
     """An edit of equal length in the middle of a tokenizer.json of four megabytes; weights are sampled."""
     other = Path(shutil.copytree(place, tmp_path / "other"))
     text = (other / "tokenizer.json").read_text()
-    padded = text.rstrip()[:-1] + " " * (1 << 20) + "X" + " " * (3 << 20) + "}"
     seen = set()
     for letter in " \n":
-        (other / "tokenizer.json").write_text(padded.replace("X", letter))
+        padded = text.rstrip()[:-1] + " " * (1 << 20) + letter + " " * (3 << 20) + "}"
+        (other / "tokenizer.json").write_text(padded)
         seen.add(sampled_identity(other))
     assert len(seen) == 2
 
