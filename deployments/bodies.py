@@ -31,6 +31,11 @@ def at_most(entries: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def none_for(neutral: Any) -> BeforeValidator:
+    """Takes one value of another type for null: what clients send that have nothing to say."""
+    return BeforeValidator(lambda v: None if type(v) is type(neutral) and v == neutral else v)
+
+
 class Part(BaseModel):
     """A JSON object in which null means: the default."""
 

@@ -13,6 +13,15 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 
 
+BEYOND_TEMPLATES = {
+    "prefix": ": use continue_final_message",
+    "partial": ": use continue_final_message",
+    "function_call": ": use tool_calls",
+    **dict.fromkeys(("audio", "images", "image", "image_url", "videos", "files"), ": only text is read"),
+}
+"""Keys of a message that mean something whether or not the chat template reads them; what to do instead."""
+
+
 class TextPart(Part):
     """A text part of a message's content; other kinds of part are refused."""
 
@@ -20,8 +29,8 @@ class TextPart(Part):
     text: str
 
 
-class CalledFunction(ClosedPart):
-    """What a tool call calls; `arguments` is JSON in a string."""
+class CalledFunction(Part):
+    """What a tool call calls; `arguments` is JSON in a string. Templates see nothing else of it."""
 
     name: str
     arguments: str
@@ -48,7 +57,8 @@ class ToolCall(Part):
 
 
 class Message(Part):
-    """One chat message."""
+    """One chat message. Keys that are not here go to the chat template as they are: one that it reads takes
+    effect, and one that it does not read cannot change a token. Empty ones are left out."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -59,9 +69,9 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _nothing_dropped(self) -> Message:
-        for key, value in (self.model_extra or {}).items():
-            if value not in (None, [], ""):
-                raise ValueError(f"a message's '{key}' is not supported")
+        for key in self._further():
+            if key in BEYOND_TEMPLATES:
+                raise ValueError(f"a message's '{key}' is not supported{BEYOND_TEMPLATES[key]}")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only a message of the assistant has 'tool_calls'")
         if self.content is None and not self.tool_calls:
@@ -75,9 +85,9 @@ class Message(Part):
             return "\n".join(p.text for p in self.content)
         return self.content or ""
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, further: bool = True) -> dict[str, Any]:
         """What the chat template sees: "developer" is "system", content is plain text, the rest only if
-        given."""
+        given. further: keys that are not fields here, too."""
         made: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
@@ -85,7 +95,11 @@ class Message(Part):
         if self.tool_calls:
             made["tool_calls"] = [call.for_template() for call in self.tool_calls]
         optional = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return made | {key: value for key, value in optional.items() if value is not None}
+        made |= {key: value for key, value in optional.items() if value is not None}
+        return made | self._further() if further else made
+
+    def _further(self) -> dict[str, Any]:
+        return {key: value for key, value in (self.model_extra or {}).items() if not _is_empty(value)}
 
 
 class Function(Part):
@@ -102,6 +116,13 @@ class Tool(ClosedPart):
 
     type: Literal["function"]
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_bookkeeping(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {k: v for k, v in value.items() if k != "cache_control" and not _is_empty(v)}
 
     def for_template(self) -> dict[str, Any]:
         """The tool as it was sent."""
@@ -133,6 +154,10 @@ class ResponseFormat(ClosedPart):
         if self.json_schema is not None:
             return json.dumps(self.json_schema.schema_)
         return '{"type": "object"}' if self.type == "json_object" else None
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 def _json_of(text: str) -> Any:

@@ -1,16 +1,17 @@
-"""Request bodies of the OpenAI dialects: types, ranges and the rule for fields we do not know.
+"""Request bodies of the OpenAI dialects: types, ranges, and fields that go together.
 
-A field that would change the output and is not implemented is refused (HTTP 400); one that cannot change it,
-or holds its neutral value, is ignored. Nothing is dropped silently that could be noticed in the answer.
+fields.py has the rule for those that are not here.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deployments.bodies import ClosedPart, Part, about, at_most
+from deployments.bodies import ClosedPart, Part, about, at_most, none_for
+from deployments.fields import is_neutral, refusal
 from deployments.messages import MAX_MESSAGES, MAX_TOOLS, Message, ResponseFormat, Tool
 
 MAX_CHOICES = 16
@@ -22,36 +23,10 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 1024
 
-HARMLESS = frozenset(
-    {
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "parallel_tool_calls", "request_id", "priority",
-        "spaces_between_special_tokens",
-    }
-)  # fmt: skip
-"""Accepted and ignored: they cannot change a token."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0, 1),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
-}
-"""Not implemented; accepted only with these values (or null), which change nothing."""
-
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)]
 
 
 def _form(prompt: Any) -> str | None:
@@ -77,9 +52,11 @@ Prompt = Annotated[
 
 
 class StreamOptions(Part):
-    """`stream_options`; other keys of it concern only the framing of chunks and are ignored."""
+    """`stream_options`; other keys of it concern only the framing of chunks and are ignored. A whole reply
+    has its usage in any case."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class ReceiptOptions(ClosedPart):
@@ -103,6 +80,7 @@ class GenerationBody(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -113,7 +91,7 @@ class GenerationBody(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: LogitBias | None = None
-    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop: Annotated[Stop | None, none_for("")] = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -136,6 +114,13 @@ class GenerationBody(BaseModel):
                 "is_deterministic",
                 "deterministic and is_deterministic are two names of one field and disagree",
             )
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise about(
+                "max_completion_tokens",
+                "max_tokens and max_completion_tokens are two names of one field and disagree",
+            )
+        if self.min_tokens and self.max_tokens == 0:
+            raise about("min_tokens", f"{self.min_tokens} is above max_tokens 0")
         return self
 
     @property
@@ -143,20 +128,19 @@ class GenerationBody(BaseModel):
         """The field under either name; None: the request does not say."""
         return self.deterministic if self.deterministic is not None else self.is_deterministic
 
-    def unsupported(self) -> str | None:
-        """The first extra field that would change the output, or None."""
-        for name, value in (self.model_extra or {}).items():
-            if name in HARMLESS or value is None or value in NEUTRAL.get(name, ()):
-                continue
-            return name
-        return None
+    def unsupported(self) -> tuple[str, str] | None:
+        """(field, message) of the first extra field that may not be ignored, or None."""
+        extra = dict(self.model_extra or {})
+        if "best_of" in extra and extra["best_of"] == (self.n or 1) and type(extra["best_of"]) is int:
+            del extra["best_of"]
+        return refusal(extra, elsewhere=_all_fields() - set(type(self).model_fields))
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions. The prompt is text, token ids, or a list of either."""
 
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None, none_for(False)] = None
     echo: bool | None = None
 
 
@@ -184,7 +168,7 @@ class ChatBody(TemplateOptions, GenerationBody):
 
     messages: Messages
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    max_completion_tokens: Annotated[int, Field(gt=0)] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -195,22 +179,22 @@ class ChatBody(TemplateOptions, GenerationBody):
         return self
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatBody:
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise about(
-                "max_completion_tokens",
-                "max_tokens and max_completion_tokens are two names of one field and disagree",
-            )
+    def _calls_are_not_counted(self) -> ChatBody:
+        if self.parallel_tool_calls is False and self.tools and self.tool_choice != "none":
+            raise about("parallel_tool_calls", "the calls cannot be kept to one here; leave it out")
         return self
 
 
-class TokenizeBody(ClosedPart, TemplateOptions):
-    """POST /tokenize: a text, or messages as they would become a prompt."""
+class TokenizeBody(Part, TemplateOptions):
+    """POST /tokenize: a text, or messages as they would become a prompt. What would only matter to the output
+    is ignored, so that a request's own body can be sent here."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -218,11 +202,41 @@ class TokenizeBody(ClosedPart, TemplateOptions):
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise about("prompt", "give either prompt or messages")
+        if self.prompt is not None:
+            _only_with_messages(self)
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_dropped(self) -> TokenizeBody:
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _all_fields()}
+        if (found := refusal(extra)) is not None:
+            raise about(*found)
         return self
 
 
-class DetokenizeBody(ClosedPart):
+class DetokenizeBody(Part):
     """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     tokens: Annotated[TokenIds, Field(max_length=1 << 20)]
+
+    @model_validator(mode="after")
+    def _nothing_dropped(self) -> DetokenizeBody:
+        if (found := refusal(self.model_extra or {})) is not None:
+            raise about(*found)
+        return self
+
+
+@cache
+def _all_fields() -> frozenset[str]:
+    return frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
+
+
+def _only_with_messages(body: TemplateOptions) -> None:
+    """Refuses what a text's ids could not show."""
+    for name in TemplateOptions.model_fields:
+        value = getattr(body, name)
+        if value is not None and not is_neutral(name, value):
+            raise about(name, "is for messages; a text is taken as it is")

@@ -63,7 +63,7 @@ def render_chat(
     """The prompt's text. Refuses what the template would leave out, and what cannot fit `context` tokens."""
     for message in messages:
         require_unicode(message.name or "", "messages")  # a template may leave it out
-    parts = [str(part) for m in messages for part in m.for_template().values()]
+    parts = [str(part) for m in messages for part in m.for_template(further=False).values()]
     require_room("".join(parts), "messages", context, tokenizer)
     if options.continue_final_message and not (messages[-1].role == "assistant" and messages[-1].text):
         raise RequestRejected(

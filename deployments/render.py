@@ -90,6 +90,8 @@ class Renderer:
         if piece.finish_reason:
             receipt = self._receipts.of_choice(index, self._fingerprint)
             whole["llm42"] = self._evidence([choice]) | receipt
+        if self._plan.running_usage:
+            whole["usage"] = self._usage()
         return self._event(whole, large)
 
     def chunk_size(self, index: int, delta: Delta) -> int:

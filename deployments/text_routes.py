@@ -34,7 +34,8 @@ def text_routes(settings: Settings, tokenizer: Tokenizer) -> APIRouter:
 
 def _tokenize(body: TokenizeBody, context: int, tokenizer: Tokenizer) -> dict[str, Any]:
     if body.messages is not None:
-        text = require_unicode(render_chat(body.messages, body.tools, body, context, tokenizer), "messages")
+        tools = body.tools if body.tool_choice != "none" else None
+        text = require_unicode(render_chat(body.messages, tools, body, context, tokenizer), "messages")
         ids = tokenizer.encode(text, add_special=bool(body.add_special_tokens))
     else:
         text = require_unicode(body.prompt or "", "prompt")

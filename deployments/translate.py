@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from deployments.errors import ModelNotFound
-from deployments.openai_types import NEUTRAL, ChatBody, CompletionBody, GenerationBody, ReceiptOptions
+from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
 from deployments.prompts import echo_start, echoes_of, prompts_of, require_unicode
+from deployments.stops import special_stops
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer
@@ -45,6 +46,8 @@ class Plan:
     """Text of each prompt, where it comes before the output."""
     echo_start: int = 0
     """Offset of an echoed prompt's first token in its text: below 0 where tokens were put in front of it."""
+    running_usage: bool = False
+    """Whether each chunk of a stream has the usage so far."""
 
     def prompt_index(self, choice: int) -> int:
         """Which prompt a choice belongs to."""
@@ -60,13 +63,9 @@ def plan(
     """
     if body.model != settings.model.name:
         raise ModelNotFound(body.model, settings.model.name)
-    if (name := body.unsupported()) is not None:
-        what = (
-            f"'{name}' is not supported with this value. It would"
-            if name in NEUTRAL
-            else f"Unknown field '{name}'. It might"
-        )
-        raise RequestRejected(f"{what} change the output, so it is not ignored.", name)
+    if (refused := body.unsupported()) is not None:
+        field_name, message = refused
+        raise RequestRejected(message, field_name)
     if deterministic is None:
         said = body.asks_for_determinism
         deterministic = settings.server.deterministic_default if said is None else said
@@ -109,6 +108,7 @@ def plan(
         chat=chat,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         num_logprobs=_num_logprobs(body),
         deterministic=deterministic,
@@ -163,13 +163,14 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
             "context_length_exceeded",
         )
     asked, field_name = body.max_tokens, "max_tokens"
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+    if body.max_completion_tokens is not None:
         asked, field_name = body.max_completion_tokens, "max_completion_tokens"
     if asked is None:
         asked = room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
     if asked > room:
         raise RequestRejected(
-            f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}.",
+            f"{prompt_len} prompt tokens and {asked} of output are more than the context of {context}:"
+            f" with this prompt at most {room} of output fit.",
             field_name,
             "context_length_exceeded",
         )
@@ -185,7 +186,7 @@ def _stops(body: GenerationBody) -> tuple[str, ...]:
 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
-    ids = list(body.stop_token_ids or ())
+    ids = [*(body.stop_token_ids or ()), *special_stops(_stops(body), tokenizer)]
     for token in ids:
         if token >= tokenizer.vocab_size:
             raise RequestRejected(f"stop_token_ids: {token} is outside the vocabulary.", "stop_token_ids")

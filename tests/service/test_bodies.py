@@ -51,9 +51,9 @@ async def test_the_content_type(tokenizer: Tokenizer) -> None:
     ("path", "body", "param", "said"),
     [
         ("/v1/completions", completion(some_new_sampler=1), "some_new_sampler", "Unknown field"),
-        ("/v1/completions", completion(max_completion_tokens=1), "max_completion_tokens", "Unknown field"),
+        ("/v1/completions", completion(messages=[1]), "messages", "another endpoint"),
         ("/v1/completions", completion(best_of=3), "best_of", "not supported with this value"),
-        ("/v1/chat/completions", chat(top_a=1), "top_a", "Unknown field"),
+        ("/v1/chat/completions", chat(top_b=1), "top_b", "Unknown field"),
         (
             "/v1/chat/completions",
             chat(max_tokens=5, max_completion_tokens=6),
