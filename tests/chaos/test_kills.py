@@ -71,7 +71,8 @@ def wrong(lab: Lab, found: list[tuple[Request, Outcome]], cut_allowed: bool) -> 
     problems = []
     for request, got in found:
         tokens, logprobs = oracle(lab, request)
-        if cut_allowed and (got.cut or got.status >= 500):  # Serve's proxy answers 500 before the head
+        # before the head an error status, later an error event: Serve's proxy says what its replica cannot
+        if cut_allowed and (got.cut or got.error or got.status >= 500):
             if got.tokens != tokens[: len(got.tokens)]:
                 problems.append(f"{request.request_id}: wrong before the cut")
         elif (got.tokens, got.logprobs, got.finish) != (tokens, logprobs, "length"):
