@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments import errors
 from llm42.logs import bound
 
-MAX_BODY_BYTES = 8 << 20
 REQUEST_ID = "X-Request-ID"
 MAX_REQUEST_ID = 256
 T = TypeVar("T")
@@ -54,22 +53,26 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class BodyLimit:
-    """Refuses request bodies over MAX_BODY_BYTES, announced or not (HTTP 413), and those that do not come in
+    """Refuses request bodies that are too long, announced or not (HTTP 413), and those that do not come in
     time (HTTP 408)."""
 
-    def __init__(self, app: ASGIApp, answers: errors.Errors, timeout_s: float) -> None:
-        self._app, self._answers, self._timeout_s = app, answers, timeout_s
+    def __init__(
+        self, app: ASGIApp, answers: errors.Errors, timeout_s: float, most: tuple[Mapping[str, int], int]
+    ) -> None:
+        """most: bytes by path, and those of all other paths."""
+        self._app, self._answers, self._timeout_s, self._most = app, answers, timeout_s, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything else through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._most[0].get(scope["path"], self._most[1])
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
-        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            await self._answers.from_exception(errors.BodyTooLarge(_TOO_LONG))(scope, receive, send)
+        if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
+            await self._answers.from_exception(errors.BodyTooLarge(_too_long(most)))(scope, receive, send)
             return
-        await self._app(scope, _counted(receive, self._timeout_s), send)
+        await self._app(scope, _counted(receive, self._timeout_s, most), send)
 
 
 class RequestIds:
@@ -102,10 +105,11 @@ class RequestIds:
             await self._app(scope, receive, with_id)
 
 
-_TOO_LONG = f"At most {MAX_BODY_BYTES} bytes of body are read."
+def _too_long(most: int) -> str:
+    return f"At most {most} bytes of body are read here (by the model's context)."
 
 
-def _counted(receive: Receive, timeout_s: float) -> Callable[[], Awaitable[Message]]:
+def _counted(receive: Receive, timeout_s: float, most: int) -> Callable[[], Awaitable[Message]]:
     """`receive` with both bounds, which end with the body: what comes later is the client leaving."""
     seen, ended = 0, False
     deadline = time.monotonic() + timeout_s
@@ -119,8 +123,8 @@ def _counted(receive: Receive, timeout_s: float) -> Callable[[], Awaitable[Messa
             raise HTTPException(408, f"The body was not there after {timeout_s:g} s.") from error
         ended = ended or not message.get("more_body", False)
         seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
-            raise HTTPException(413, _TOO_LONG)  # what FastAPI lets through while it reads a body
+        if seen > most:
+            raise HTTPException(413, _too_long(most))  # what FastAPI lets through while it reads a body
         return message
 
     return counted

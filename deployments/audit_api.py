@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
@@ -19,7 +19,8 @@ from starlette.requests import Request as HttpRequest
 from deployments import errors
 from deployments.asgi import ClientGone, until_disconnect
 from deployments.audit_canon import BackendCanon, Bounds
-from deployments.bodies import ClosedPart
+from deployments.bodies import ClosedPart, at_most
+from deployments.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
 from deployments.openai_types import ChatBody, CompletionBody
 from deployments.policy import KeyPolicy
 from deployments.translate import plan
@@ -39,12 +40,15 @@ log = logging.getLogger(__name__)
 MAX_RUNNING = 16
 """Audits that an ingress holds at once; beyond it 429."""
 
+MAX_MANIFESTS = 1024
+"""In one call."""
+
 
 class AuditBody(ClosedPart):
     """POST /v1/audit. `records` are the objects of docs/audits.md, each judged on its own."""
 
     records: Annotated[list[Any], Field(min_length=1)]
-    manifests: list[dict[str, Any]] = Field(default=[], fail_fast=True)
+    manifests: Annotated[list[dict[str, Any]], at_most(MAX_MANIFESTS)] = Field(default=[], fail_fast=True)
     """Replies of GET /v1/fingerprint, of the fingerprints that the records have."""
 
 
@@ -149,25 +153,26 @@ def planner(settings: Settings, tokenizer: Tokenizer) -> Planner:
     return made
 
 
-def add_audits(
-    app: FastAPI,
+def audit_routes(
     settings: Settings,
     tokenizer: Tokenizer,
     backend: Backend,
     answers: errors.Errors,
     keyring: Keyring,
-) -> None:
-    """Adds both endpoints to the application."""
+    reader: BodyReader,
+) -> APIRouter:
+    """Both endpoints."""
     audits = _Audits(settings, tokenizer, backend, keyring)
+    router = APIRouter(route_class=body_route(reader, MAX_AUDIT_PARTS))
 
-    @app.get("/v1/fingerprint")
+    @router.get("/v1/fingerprint")
     async def fingerprint() -> Response:
         try:
             return _answer(await audits.fingerprint())
         except LLM42Error as error:
             return answers.from_exception(error)
 
-    @app.post("/v1/audit")
+    @router.post("/v1/audit")
     async def audit(body: AuditBody, http: HttpRequest) -> Response:
         policy: KeyPolicy = http.state.policy
         try:
@@ -180,3 +185,5 @@ def add_audits(
             if errors.status_of(error) == 500:
                 log.exception("an audit failed")
             return answers.from_exception(error)
+
+    return router

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -182,9 +183,15 @@ class Errors:
         text = f"{param}: {message}" if param else message
         return self.respond(400, error_object(text, 400, param, "invalid_value"))
 
-    async def on_http_exception(self, _: Request, error: Exception) -> Response:
+    async def on_http_exception(self, request: Request, error: Exception) -> Response:
         """Unknown paths, wrong methods, unreadable bodies."""
         assert isinstance(error, HTTPException)
+        if isinstance(error.__cause__, LLM42Error):  # a body that was read in a thread (json_bodies.py)
+            return self.from_exception(error.__cause__)
+        if isinstance(error.__cause__, ValidationError):
+            found = error.__cause__.errors(include_url=False)
+            inside = [{**each, "loc": ("body", *each["loc"])} for each in found]
+            return await self.on_validation_error(request, RequestValidationError(inside))
         status, text = error.status_code, str(error.detail)
         code = {408: "body_timeout", 413: "body_too_large"}.get(status)
         if status == 400 and error.__cause__ is not None:

@@ -19,11 +19,12 @@ from starlette.requests import Request as HttpRequest
 
 from deployments import errors
 from deployments.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
-from deployments.audit_api import add_audits
+from deployments.audit_api import audit_routes
 from deployments.choices import streams_of
 from deployments.deltas import interleave
 from deployments.docs_page import HEADERS, page
 from deployments.front import Cors, Front
+from deployments.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from deployments.large import OffLoop, dump, require_renderable
 from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
 from deployments.policy import KeyGate, KeyPolicy
@@ -99,7 +100,8 @@ def create_app(
         redirect_slashes=False,  # Front takes them as they are
         strict_content_type=False,
     )
-    answers = errors.Errors(metrics or NullMetrics())
+    answers, reader = errors.Errors(metrics or NullMetrics()), BodyReader(settings)
+    app.router.route_class = body_route(reader)
     app.add_exception_handler(RequestValidationError, answers.on_validation_error)
     app.add_exception_handler(HTTPException, answers.on_http_exception)
     app.add_exception_handler(LLM42Error, answers.on_error)
@@ -129,7 +131,7 @@ def create_app(
     async def health() -> Response:
         return await service.health()
 
-    add_audits(app, settings, tokenizer, backend, answers, keyring)
+    app.include_router(audit_routes(settings, tokenizer, backend, answers, keyring, reader))
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -139,8 +141,9 @@ def create_app(
     async def docs() -> Response:
         return HTMLResponse(page(app.openapi()), headers=HEADERS)
 
-    app.include_router(text_routes(settings, tokenizer))
-    app.add_middleware(BodyLimit, answers=answers, timeout_s=settings.server.body_timeout_s)
+    app.include_router(text_routes(settings, tokenizer, reader))
+    most = {"/v1/audit": MAX_BYTES}, most_bytes(settings, tokenizer.longest_token)
+    app.add_middleware(BodyLimit, answers=answers, timeout_s=settings.server.body_timeout_s, most=most)
     app.add_middleware(KeyGate, settings=settings, answers=answers)
     app.add_middleware(Front, answers=answers, routes=app.routes, root_path=settings.server.root_path)
     if settings.server.cors_origins:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -148,4 +149,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the constructor has run."""
-        return create_app(self._settings, self._tokenizer, self._backend, self._metrics)
+        app = create_app(self._settings, self._tokenizer, self._backend, self._metrics)
+        # what is there now stays: collections that many new objects set off must not look through all of it
+        gc.collect()
+        gc.freeze()
+        return app

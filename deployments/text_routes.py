@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import Response
 
 from deployments.errors import ModelNotFound
+from deployments.json_bodies import BodyReader, body_route
+from deployments.large import dump
 from deployments.openai_types import DetokenizeBody, TokenizeBody
 from deployments.prompts import render_chat, require_known, require_room, require_unicode
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 
 
-def text_routes(settings: Settings, tokenizer: Tokenizer) -> APIRouter:
-    """The two routes; both run off the event loop."""
-    router = APIRouter()
+def text_routes(settings: Settings, tokenizer: Tokenizer, reader: BodyReader) -> APIRouter:
+    """The two routes; both run off the event loop, and so do their replies' JSON: one value per token."""
+    router, context = APIRouter(route_class=body_route(reader)), settings.model.max_model_len
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _require_model(body.model, settings)
-        return await asyncio.to_thread(_tokenize, body, settings.model.max_model_len, tokenizer)
+    async def written(made: Callable[[], dict[str, Any]]) -> Response:
+        return Response(await asyncio.to_thread(lambda: dump(made())), media_type="application/json")
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    @router.post("/tokenize", response_model=dict[str, Any])
+    async def tokenize(body: TokenizeBody) -> Response:
         _require_model(body.model, settings)
-        require_known(body.tokens, "tokens", tokenizer)
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens, False)}
+        return await written(lambda: _tokenize(body, context, tokenizer))
+
+    @router.post("/detokenize", response_model=dict[str, Any])
+    async def detokenize(body: DetokenizeBody) -> Response:
+        _require_model(body.model, settings)
+        return await written(lambda: _detokenize(body, tokenizer))
 
     return router
 
@@ -45,6 +51,11 @@ def _tokenize(body: TokenizeBody, context: int, tokenizer: Tokenizer) -> dict[st
     if body.return_token_strs:
         reply["token_strs"] = [tokenizer.token_text(i) for i in ids]
     return reply
+
+
+def _detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    require_known(body.tokens, "tokens", tokenizer)
+    return {"prompt": tokenizer.decode(body.tokens, False)}
 
 
 def _require_model(name: str | None, settings: Settings) -> None:

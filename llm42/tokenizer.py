@@ -24,6 +24,8 @@ from llm42.protocol import RequestRejected
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _SPACE = "\u2581"
+LONG_TEXT = 4096
+"""Characters; a shorter text is encoded within a few milliseconds."""
 """SentencePiece's spelling of a space."""
 
 
@@ -118,7 +120,11 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate: JSON can carry one
             raise RequestRejected(f"the text is not valid Unicode: {error}", "prompt") from error
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special).ids
+        if len(text) > LONG_TEXT:  # the same ids; only this way the library gives the interpreter free
+            (made,) = self.backend.encode_batch([text], add_special_tokens=add_special)
+        else:
+            made = self.backend.encode(text, add_special_tokens=add_special)
+        ids: list[int] = made.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:

@@ -69,7 +69,7 @@ REFUSED = [
     (completion(prompt={"a": 1}), 400, "prompt"),
     (completion(prompt="\ud800"), 400, "prompt"),
     (completion(prompt=["a"] * 64, n=16), 400, "prompt"),
-    (completion(prompt="word " * 10**6), 400, "prompt"),
+    (completion(prompt="word " * 10**5), 400, "prompt"),
     (completion(echo="yes"), 400, "echo"),
     (chat(echo=True), 400, "echo"),
     (completion(prompt_logprobs=21), 400, "prompt_logprobs"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.asgi import MAX_BODY_BYTES
+from deployments.json_bodies import MAX_BYTES
 from llm42.config import TelemetrySettings
 from llm42.logs import LOGGERS, configure, event
 from llm42.metrics import NullMetrics
@@ -55,7 +55,7 @@ REFUSALS: list[tuple[int, str | None, str, dict[str, Any], str]] = [
     (401, "invalid_api_key", "A valid API key", completion(prompt=SECRET), "nobody"),
     (403, "not_allowed", "The key 'never'", completion(prompt=SECRET, deterministic=True), "never"),
     (404, "model_not_found", "The model 'other'", completion(prompt=SECRET, model="other"), "full"),
-    (413, "body_too_large", "At most", completion(prompt=SECRET + " " * MAX_BODY_BYTES), "full"),
+    (413, "body_too_large", "At most", completion(prompt=SECRET + " " * MAX_BYTES), "full"),
     (429, "overloaded", "Too many requests wait.", completion(prompt=SECRET), "full"),
 ]
 

@@ -1,0 +1,165 @@
+"""Request bodies as objects, without keeping the event loop, which all of an ingress's streams share, busy.
+
+A small body is parsed where it arrives. A larger one is parsed and validated in a thread, one at a time. A
+thread alone does not help: the C parser and pydantic hold the interpreter until they return, a list of empty
+lists for seconds. So what looks like many values is read by the standard library's parser in Python, which
+gives way every few milliseconds and stops when there are more parts than any request has; and what pydantic
+would look at one by one is counted before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.openai_types import MAX_PROMPTS
+from llm42.config import Settings
+from llm42.protocol import RequestRejected
+
+LARGE_BYTES = 32 << 10
+"""From here on a body is read in a thread."""
+MAX_BYTES = 8 << 20
+"""Longest body of any request, in bytes; audits may need it."""
+SPARE_BYTES, BYTES_PER_ID, BYTES_PER_CHARACTER = 64 << 10, 8, 6
+"""For all but the prompts; of a token id with its comma and space; of a character that is escaped."""
+MAX_FIELDS = 256
+"""Members of the body itself."""
+MAX_PARTS = 1 << 16
+"""Objects, lists and members of objects in a body."""
+MAX_AUDIT_PARTS = 1 << 19
+"""The same of an audit, whose records hold whole answers."""
+MAX_IDS = 1 << 19
+"""Token ids in a body, unless one prompt may have more."""
+QUICK_NS = 10_000_000
+"""The C parser may take about this long for a body in one go."""
+
+
+def most_bytes(settings: Settings, longest_token: int) -> int:
+    """The longest body that is read of a generation request. longest_token: in characters.
+
+    Room for one prompt of any text that fits the context, and for as many prompts as there may be as token
+    ids (or as text of usual tokens); never more than MAX_BYTES.
+    """
+    context = settings.model.max_model_len
+    ids, text = MAX_PROMPTS * context * BYTES_PER_ID, context * longest_token * BYTES_PER_CHARACTER
+    return min(MAX_BYTES, SPARE_BYTES + max(ids, text))
+
+
+class BodyReader:
+    """One per application: a large body waits for the one before it."""
+
+    def __init__(self, settings: Settings) -> None:
+        context = settings.model.max_model_len
+        self._ids = max(context, min(MAX_PROMPTS * context, MAX_IDS))
+        self._free = asyncio.Lock()
+
+    async def read(self, raw: bytes, kind: type[BaseModel], parts: int = MAX_PARTS) -> BaseModel:
+        """The validated body. Raises what json.loads and pydantic do, and RequestRejected."""
+        async with self._free:
+            work = asyncio.ensure_future(asyncio.to_thread(self._read, raw, kind, parts))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # nobody ends a thread: the next one waits for it all the same
+                raise
+
+    def _read(self, raw: bytes, kind: type[BaseModel], parts: int) -> BaseModel:
+        value = load(raw, parts)
+        if isinstance(value, dict):
+            self._require_few(value)
+        return kind.model_validate(value)
+
+    def _require_few(self, body: dict[str, Any]) -> None:
+        if len(body) > MAX_FIELDS:
+            raise RequestRejected(f"The body has {len(body)} fields; at most {MAX_FIELDS} are read.")
+        for name in ("prompt", "tokens"):
+            given = body.get(name)
+            if isinstance(given, list):
+                ids = len(given) + sum(
+                    len(part) for part in given[: MAX_PROMPTS + 1] if isinstance(part, list)
+                )
+                if ids > self._ids:
+                    text = f"{name}: {ids} token ids are more than one request may hold here, {self._ids}."
+                    raise RequestRejected(text, name, "context_length_exceeded")
+
+
+def load(raw: bytes, parts: int = MAX_PARTS) -> Any:
+    """json.loads(raw), in short turns; at most `parts` objects, lists and members. Raises what json.loads
+    does, and RequestRejected."""
+    text = raw.decode(json.detect_encoding(raw), "surrogatepass")
+    # what stands in strings counts too: that only chooses the slower way
+    lists, members, values = raw.count(b"[") + raw.count(b"{"), raw.count(b":"), raw.count(b",")
+    if 250 * lists + 150 * members + 50 * values < QUICK_NS and lists + members <= parts:
+        return json.loads(text)
+    return _Reader(parts).decode(text)
+
+
+class _Reader(json.JSONDecoder):
+    """The standard library's decoder without its C parser, which counts what it makes."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self._most, self._made = parts, 0
+        self.parse_object, self.parse_array = self._object, self._array
+        self.scan_once = py_make_scanner(self)
+
+    def _array(self, *args: Any) -> tuple[list[Any], int]:
+        made: tuple[list[Any], int] = JSONArray(*args)
+        self._count(1)
+        return made
+
+    def _object(self, *args: Any) -> tuple[dict[str, Any], int]:
+        made: tuple[dict[str, Any], int] = JSONObject(*args)
+        self._count(1 + len(made[0]))
+        return made
+
+    def _count(self, parts: int) -> None:
+        self._made += parts
+        if self._made > self._most:
+            raise RequestRejected(
+                f"The body has more than {self._most} objects, lists and members of objects.",
+                code="body_too_complex",
+            )
+
+
+class _BodyRequest(Request):
+    """Its JSON is the validated body where that is large: FastAPI takes it as it is."""
+
+    reader: BodyReader
+    kind: type[BaseModel]
+    parts: int
+
+    async def json(self) -> Any:
+        """Raises as `BodyReader.read`."""
+        raw = await self.body()
+        if len(raw) < LARGE_BYTES:
+            return await super().json()
+        return await self.reader.read(raw, self.kind, self.parts)
+
+
+def body_route(reader: BodyReader, parts: int = MAX_PARTS) -> type[APIRoute]:
+    """The class of routes whose handlers take a `body`."""
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            inner, kind = super().get_route_handler(), get_type_hints(self.endpoint).get("body")
+            if kind is None:
+                return inner
+
+            async def handler(request: Request) -> Response:
+                asked = _BodyRequest(request.scope, request.receive)
+                asked.reader, asked.kind, asked.parts = reader, kind, parts
+                return await inner(asked)
+
+            return handler
+
+    return BodyRoute
