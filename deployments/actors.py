@@ -16,6 +16,8 @@ from llm42.fingerprint import process_facts, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 NAMESPACE = "llm42"
+NO_THREAD_LIMIT = str(2**31 - 1)
+"""A worker's environment can be overridden, but nothing in it can be unset."""
 _DETACHED: dict[str, Any] = {
     "namespace": NAMESPACE,
     "lifetime": "detached",
@@ -52,6 +54,7 @@ def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -
     """The named actor's handle. Blocks for a call to the cluster's control store."""
     threads = str(settings.verifier.threads)
     env = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    env |= {"OMP_DYNAMIC": "false", "OMP_THREAD_LIMIT": NO_THREAD_LIMIT}  # so many, whatever the node says
     options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
     if settings.verifier.resources:
         options["resources"] = settings.verifier.resources

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from deployments.ray_metrics import actor_metrics
 from llm42.config import Settings
+from llm42.fingerprint.environment import UnsteadyKernels
 from llm42.logs import configure, event
 from llm42.metrics import Scope
 from llm42.models.errors import ModelFileError
@@ -106,7 +107,7 @@ class VerifierActor:
                     log, "verifier is ready", verifier=_actor_name(), fingerprint=fingerprint, seconds=seconds
                 )
                 self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
-            except CertificationFailed as error:
+            except (CertificationFailed, UnsteadyKernels) as error:
                 log.exception("certification failed")
                 self._failure = f"{type(error).__name__}: {error}"
                 return

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from llm42.config import Settings
-from llm42.fingerprint.device import device_facts
+from llm42.fingerprint.device import device_facts, table_digest
 from llm42.fingerprint.digests import digest
 from llm42.fingerprint.environment import steering_variables
-from llm42.fingerprint.libraries import library_versions
+from llm42.fingerprint.libraries import library_versions, loaded_libraries
 from llm42.fingerprint.request import process_facts, request_facts
 from llm42.fingerprint.source import code_hash, source_hash
 from llm42.models.weights import LoadedModel
@@ -44,7 +44,8 @@ SCHEDULE_VERSION = 1
 
 
 def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> dict[str, Any]:
-    """Everything known before certification."""
+    """Everything known before certification. model: with the rotary table that will be used."""
+    kind = device_kind(model.device)
     return {
         "model": model.identity,
         "architecture": model.config.architecture,
@@ -52,17 +53,19 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": settings.model.max_model_len,
         "tokenizer": tokenizer_identity,
-        "reference_rows": REFERENCE_ROWS[device_kind(model.device)],
+        "reference_rows": REFERENCE_ROWS[kind],
         "parallel_size": 1,
         "affinity": settings.verifier.affinity,
         "logits_dtype": "activation" if settings.verifier.rounds_logits else "float32",
         "code": code_hash(),
         "schedule": SCHEDULE_VERSION,
         "device": device_facts(model.device, settings.verifier.threads),
+        "rotary": table_digest(model.weights.cos_sin),
         "python": [platform.python_implementation(), platform.python_version(), *platform.libc_ver()],
-        "libraries": library_versions(),
+        "libraries": library_versions(kind),
+        "loaded": loaded_libraries(kind),
         "blas": digest(torch.__config__.show()),
-        "environment": steering_variables(),
+        "environment": steering_variables(kind),
     }
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
 from llm42.config import Settings
+from llm42.fingerprint.environment import require_steady_kernels
 from llm42.models.description import load_tokenizer
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
-from llm42.threads import device_lost, set_threads, torch_threads
+from llm42.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
 from llm42.tokenizer import Tokenizer
-from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda
+from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda, with_affinity
 from llm42.verifier.canonical import block_pool, canonical_runner, canonical_set
 from llm42.verifier.certify import (
     Certificate,
@@ -50,9 +52,9 @@ def certificate_for(
     fresh: bool = False,
 ) -> Certificate:
     """The kept certificate for exactly these inputs, or a new one. fresh: always a new one. Raises
-    CertificationFailed, GoldenFailed."""
-    plants = tuple(plants)
-    key = fp.certificate_key(fp.inputs(model, settings, tokenizer.identity), settings)
+    CertificationFailed, GoldenFailed, UnsteadyKernels."""
+    plants, settings = tuple(plants), _observed(settings, model)
+    key = fp.certificate_key(_known(settings, model, tokenizer), settings)
     directory = settings.verifier.certificate_dir
     kept = None if plants or fresh else load_certificate(directory, key)
     if kept is not None:
@@ -89,9 +91,10 @@ def build_verifier(
     progress: Progress = lambda _: None,
 ) -> Verifier:
     """A certified verifier, not yet started. A kept certificate whose known answers do not come out again is
-    replaced. Raises CertificationFailed, GoldenFailed."""
+    replaced. Raises CertificationFailed, GoldenFailed, UnsteadyKernels."""
     if model is None or tokenizer is None:
         model, tokenizer = load_for(settings)
+    settings = _observed(settings, model)
     certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
     progress("known answers")
     verifier = _that_answers_as_known(settings, model, certificate)
@@ -103,11 +106,25 @@ def build_verifier(
         sizes = ", ".join(map(str, certificate.buckets))
         raise CertificationFailed("model", [f"steps of {sizes} rows have other known answers than certified"])
     log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
-    known = fp.inputs(model, settings, tokenizer.identity)
+    known = _known(settings, model, tokenizer)
     known["request"] = fp.request_facts(settings, tokenizer)
     verifier.manifest = fp.manifest(known, certificate.providers, certificate.golden.digest)
     verifier.fingerprint = fp.fingerprint(verifier.manifest)
     return verifier
+
+
+def _observed(settings: Settings, model: LoadedModel) -> Settings:
+    """The settings with the number of threads that run. Raises UnsteadyKernels."""
+    require_steady_kernels(device_kind(model.device))
+    if on_cuda(model):
+        return settings
+    threads = usable_threads(settings.verifier.threads)
+    return settings.model_copy(update={"verifier": settings.verifier.model_copy(update={"threads": threads})})
+
+
+def _known(settings: Settings, model: LoadedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What is known before certification, of the model as it will be run."""
+    return fp.inputs(with_affinity(settings, model), settings, tokenizer.identity)
 
 
 def _that_answers_as_known(
@@ -125,7 +142,7 @@ def _that_answers_as_known(
         vocab_size=model.config.vocab_size,
         fingerprint="",
         max_waiting=settings.verifier.max_waiting,
-        on_thread_start=_thread_setup(settings.verifier.threads),
+        on_thread_start=partial(set_threads if on_cuda(model) else hold_threads, settings.verifier.threads),
         device_lost=partial(device_lost, model.device),
     )
     with torch_threads(settings.verifier.threads):
@@ -139,7 +156,3 @@ def _cpu_runner(
     v, parts = settings.verifier, canonical_set(certificate.providers)
     runner = canonical_runner(model, parts, certificate.buckets, v.kv_tokens, v.block_size, v.rounds_logits)
     return runner, block_pool(v.kv_tokens, v.block_size, name)
-
-
-def _thread_setup(threads: int) -> Callable[[], None]:
-    return lambda: set_threads(threads)
