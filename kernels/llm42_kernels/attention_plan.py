@@ -69,6 +69,12 @@ class AttentionShape:
             )
 
     @property
+    def kernels(self) -> str:
+        """What is compiled for it, whatever the block size: order, keys, and the two tiles' rows and loads."""
+        tiles = ", ".join(f"{t.block_m} {t.load}" for t in (self.large, self.small))
+        return f"{self.order} of {self.block_n} keys, segments of {self.segment}: {tiles}"
+
+    @property
     def load_n(self) -> int:
         """Keys that are loaded at once."""
         return 64 if self.order == "flash" else self.block_n

@@ -66,7 +66,18 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "loaded": loaded_libraries(kind),
         "blas": digest(torch.__config__.show()),
         "environment": steering_variables(kind),
+        **({"attention_tiles": _attention_tiles(model, settings)} if kind == "cuda" else {}),
     }
+
+
+def _attention_tiles(model: LoadedModel, settings: Settings) -> str:
+    """Which kernels attention runs on a GPU. The block size may choose among them, and is else in no bit."""
+    from llm42.verifier.cuda_runner import ATTENTION
+    from llm42_kernels.cuda import candidates
+
+    c, v = model.config, settings.verifier
+    (provider,) = candidates(v.affinity)["attention"]
+    return ATTENTION[provider](c.num_heads, c.num_kv_heads, c.head_dim, v.block_size).kernels
 
 
 def certificate_key(known: Mapping[str, Any], settings: Settings) -> str:

@@ -17,7 +17,8 @@ from llm42.protocol import LLM42Error
 
 PREFIXES = (
     "ATEN_", "BLIS_", "DNNL_", "FBGEMM_", "GLIBC_TUNABLES", "GOMP_", "GOTO_", "KMP_", "LD_AUDIT",
-    "LD_PRELOAD", "LIBOMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "THP_MEM_", "TORCH", "VECLIB_", "XNNPACK_",
+    "LD_PRELOAD", "LIBOMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "THP_MEM_", "TORCH",
+    "VECLIB_", "XNNPACK_",
 )  # fmt: skip
 """What begins so may steer a library on any device."""
 
