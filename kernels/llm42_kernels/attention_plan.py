@@ -70,7 +70,7 @@ class AttentionShape:
 
     @property
     def kernels(self) -> str:
-        """What is compiled for it, whatever the block size: order, keys, and the two tiles' rows and loads."""
+        """What is compiled for it: order, keys, and the two tiles' rows and loads. Not the block size."""
         tiles = ", ".join(f"{t.block_m} {t.load}" for t in (self.large, self.small))
         return f"{self.order} of {self.block_n} keys, segments of {self.segment}: {tiles}"
 

@@ -1,4 +1,4 @@
-"""What the fingerprint says of a GPU: the libraries that are loaded, the driver, TunableOp, and that configured
+"""What the fingerprint says of a GPU: the libraries that are loaded, the driver, TunableOp; and that configured
 step sizes and block sizes are in no bit."""
 
 from __future__ import annotations
