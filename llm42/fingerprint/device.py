@@ -121,7 +121,7 @@ def _library_version() -> str | None:
 
 def version_in(text: str) -> str | None:
     """The first thing that looks like a driver's version."""
-    found = re.search(r"(?<![\d.])\d{3,}\.\d+(?:\.\d+)?", text)
+    found = re.search(r"(?<!\d)\d{3,}\.\d+(?:\.\d+)?", text)
     return found.group() if found else None
 
 

@@ -110,6 +110,7 @@ class _Certifier(Certifier):
         if "split-k" not in self.plants:  # the runner refuses to start in that environment
             used, golden = self._model(chosen), self._known_answers(chosen)
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # steps of the reference size may need more than those that will be used
         return Certificate(
             providers=chosen,
             buckets=used,

@@ -1,5 +1,5 @@
-"""What the fingerprint says of a GPU: the libraries that are loaded, the driver, TunableOp; and that configured
-step sizes and block sizes are in no bit."""
+"""What the fingerprint says of a GPU: loaded libraries, driver, TunableOp; and that neither configured step
+sizes nor block sizes are in a bit."""
 
 from __future__ import annotations
 
