@@ -72,11 +72,11 @@ class Certificate:
     row_counts_matter: bool
     """Whether an ordinary product's bits depend on the number of rows here (so best-effort output may
     diverge)."""
-    golden: KnownAnswers = field(default=NO_ANSWERS)
-    """In steps of the reference size."""
     key: str = ""
     cached: bool = False
     plants: tuple[str, ...] = field(default=())
+    golden: KnownAnswers = field(default=NO_ANSWERS)
+    """In steps of the reference size."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
