@@ -79,6 +79,11 @@ class Tokenizer:
         """The template of requests without tools."""
         return self._templates.get(DEFAULT)
 
+    @property
+    def template_sources(self) -> dict[str, str]:
+        """Name -> source of every template that a request may be rendered with."""
+        return {name: template.source for name, template in self._templates.items()}
+
     def template_for(self, tools: bool) -> ChatTemplate:
         """The template of a request with or without tools. Raises RequestRejected where there is none."""
         found = (self._templates.get(TOOL_USE) if tools else None) or self.chat_template

@@ -44,11 +44,11 @@ def request_facts(settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     facts = process_facts() | {"max_model_len": settings.model.max_model_len}
     if Path(settings.model.path).is_file():  # the library makes a tokenizer of a GGUF file's metadata
         facts["libraries"] |= {"gguf": _version("gguf")}
-    template = tokenizer.chat_template
+    templates = tokenizer.template_sources
     return facts | {
         "tokenizer": digest([tokenizer.backend.to_str(), tokenizer.special]),
         "end_of_text": list(tokenizer.eos_token_ids),
-        "chat_template": None if template is None else digest(template.source),
+        "chat_template": digest(templates) if templates else None,
     }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import transformers
 
+from llm42.config import Settings
+from llm42.fingerprint.request import request_facts
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.gguf_tokenizer import build_tokenizer
 from llm42.models.templates import gguf_templates
@@ -246,6 +248,17 @@ def test_forms_of_chat_templates(make: Make, tmp_path: Path) -> None:
     assert len({t.identity for t in (several, only, files, setting)}) == 4
     with pytest.raises(ModelFileError, match=r"missing\.jinja"):
         Tokenizer.load(place, tmp_path / "missing.jinja")
+
+
+def test_the_tool_template_is_a_fact_of_the_request_side(make: Make) -> None:
+    """A difference in it alone is seen between an ingress and a verifier."""
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "a"}]
+    other = [named[0], named[1] | {"template": "b"}]
+    one, two = (
+        request_facts(Settings(), Tokenizer.load(make(chat_template=templates)))
+        for templates in (named, other)
+    )
+    assert [key for key in one if one[key] != two[key]] == ["chat_template"]
 
 
 def test_the_tool_template_is_checked_at_load_too(make: Make) -> None:
