@@ -34,7 +34,11 @@ def pool_digest(settings: Settings, model_identity: str) -> str:
     new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier)
     code = source_hash([Path(__file__).parent, Path(config.__file__)])
-    key = json.dumps([code, process_facts(), model_identity, *(s.model_dump(mode="json") for s in sections)])
+    template = Path(settings.model.chat_template or "")  # beside the model, so no part of its identity
+    own = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
+    key = json.dumps(
+        [code, process_facts(), own, model_identity, *(s.model_dump(mode="json") for s in sections)]
+    )
     return hashlib.sha256(key.encode()).hexdigest()[:10]
 
 

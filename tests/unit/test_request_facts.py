@@ -14,6 +14,7 @@ from deployments.actors import verifier_names
 from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.fingerprint import request
+from llm42.models.description import load_tokenizer
 from llm42.models.load import sampled_identity
 from llm42.tokenizer import Tokenizer
 from tests.support import Lab, write_model
@@ -63,6 +64,18 @@ def test_the_files(place: Path, tmp_path: Path, field: str, edit: Callable[[Path
     assert facts_of(other) == facts_of(place), "not the place"
     edit(other)
     assert list(fp.differing_fields(facts_of(place), facts_of(other))) == [field]
+
+
+def test_a_template_of_the_operators_own(place: Path, tmp_path: Path) -> None:
+    """It lies beside the model, where no other hash of files sees it."""
+    own, seen, names = tmp_path / "own.jinja", list[dict[str, Any]](), set[str]()
+    for text in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
+        own.write_text(text)
+        settings = settings_of(place, chat_template=str(own))
+        seen.append(fp.request_facts(settings, load_tokenizer(settings.model)))
+        names.add(verifier_names(settings, "model", 1)[0])
+    assert list(fp.differing_fields(*seen)) == ["chat_template"]
+    assert len(names) == 2, "the new template has verifiers of its own"
 
 
 @pytest.mark.parametrize(
