@@ -51,7 +51,9 @@ print(kernels.__file__, llm42_kernels.__file__, sep="\\n")
 
 
 def _python(code: str, *arguments: str, paths: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "USE_HUB_KERNELS": "YES"}
+    theirs = [path for path in (os.environ.get("PYTHONPATH"),) if path]  # packages may be there as well
+    path = os.pathsep.join([*paths, *theirs])
+    environment = os.environ | {"PYTHONPATH": path, "USE_HUB_KERNELS": "YES"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
 
