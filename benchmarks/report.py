@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
     """The machine as a reader needs to know it."""
     from llm42.fingerprint import device_facts
 
-    facts = {"cpu": device_facts("cpu", 0)["name"], "cores": _cores(), "python": platform.python_version()}
+    facts = {"cpu": device_facts("cpu", 1)["name"], "cores": _cores(), "python": platform.python_version()}
     import torch
 
     if torch.cuda.is_available():

@@ -35,7 +35,7 @@ MAX_FIELDS = 256
 """Members of the body itself."""
 MAX_PARTS = 1 << 16
 """Objects, lists and members of objects in a body."""
-MAX_AUDIT_PARTS = 1 << 19
+MAX_AUDIT_PARTS = 1 << 18
 """The same of an audit, whose records hold whole answers."""
 MAX_IDS = 1 << 19
 """Token ids in a body, unless one prompt may have more."""
