@@ -15,7 +15,7 @@ from llm42.config import Settings, VerifierSettings
 
 prepare_environment()
 
-from tests.support import Lab  # noqa: E402
+from tests.support import Lab, write_model  # noqa: E402
 
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
@@ -56,12 +56,24 @@ def free_port() -> int:
     raise OSError("no free port among a hundred")
 
 
+SERVED = {
+    "engine": {"threads": 1, "corrupt_share": 0.05},
+    "server": {"fastpath_replicas": 2, "max_queued": 64},
+}
+"""How tests serve a model: replicas make 5 % of their candidates wrong, so that every run has rollbacks to
+survive."""
+
+
 @pytest.fixture(scope="session")
-def cluster_settings() -> Settings:
-    """The defaults, but replicas make 5 % of their candidates wrong: every run has rollbacks to survive."""
+def cluster_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A tiny model that can chat, with long contexts."""
+    directory = tmp_path_factory.mktemp("served")
+    path = str(write_model(directory / "tiny", chat=True, positions=4096))
     tree = {
-        "engine": {"threads": 1, "corrupt_share": 0.05},
-        "server": {"port": free_port(), "fastpath_replicas": 2, "max_queued": 64},
+        "model": {"path": path, "name": "tiny", "max_model_len": 4096},
+        "engine": SERVED["engine"],
+        "verifier": {"certificate_dir": str(directory)},
+        "server": SERVED["server"] | {"port": free_port()},
     }
     return absolute(Settings.load(tree))
 

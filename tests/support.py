@@ -83,14 +83,24 @@ PENALISED = SamplingParams(
 )
 
 
-def write_model(directory: Path, head_dim: int = CONFIG["head_dim"]) -> Path:
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_model(
+    directory: Path, head_dim: int = CONFIG["head_dim"], chat: bool = False, positions: int = 1024
+) -> Path:
     """A random Llama and a byte-level BPE tokenizer as a Hugging Face directory; the same bytes every
-    time."""
+    time. `chat`: with a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(CONFIG | {"head_dim": head_dim}))
+    changes = {"head_dim": head_dim, "max_position_embeddings": positions}
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     save_file(_tensors(head_dim), directory / "model.safetensors")
     _backend().save(str(directory / "tokenizer.json"))
     names = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[1]}
+    names |= {"chat_template": CHAT_TEMPLATE} if chat else {}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
     return directory
 

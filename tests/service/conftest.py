@@ -1,4 +1,5 @@
-"""Clients of the session's service (tests/conftest.py), which has two fast-path replicas."""
+"""Clients of the session's service (tests/conftest.py), which has two fast-path replicas; and the same tests
+once more on a real model, as a second application of its cluster."""
 
 from __future__ import annotations
 
@@ -8,15 +9,28 @@ from pathlib import Path
 import openai
 import pytest
 
-from deployments.launch import Service
+from deployments.launch import Service, absolute
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
+from tests.conftest import SERVED
+from tests.service.served import Application
+
+
+@pytest.fixture(scope="session", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def service(request: pytest.FixtureRequest, service: Service) -> Iterator[Service]:
+    """The service with the tiny model; among the slow tests, and where a test asks for it (served.py), one
+    with SmolLM2."""
+    if request.param == "tiny":
+        yield service
+        return
+    with Application(service, "smollm2", absolute(Settings.load(SERVED))) as real:
+        yield real
 
 
 @pytest.fixture(scope="session")
-def settings(cluster_settings: Settings) -> Settings:
+def settings(service: Service) -> Settings:
     """What the service runs with."""
-    return cluster_settings
+    return service.settings
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ async def noise(client: openai.AsyncOpenAI, model: str, seed: int, requests: int
         await asyncio.sleep(rng.random() * 3)
         await client.completions.create(
             model=model,
-            prompt=[rng.randrange(1000, 40000) for _ in range(rng.randrange(5, 300))],
+            prompt=[rng.randrange(2, 500) for _ in range(rng.randrange(5, 300))],
             max_tokens=rng.randrange(8, 48),
             temperature=rng.choice([0.0, 0.7, 1.3]),
             extra_body={"ignore_eos": True},

@@ -18,6 +18,7 @@ from deployments.launch import Service
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.service.oracle import Answer, ask, noise
+from tests.service.served import on_a_real_model_too
 
 pytestmark = pytest.mark.service
 TOKENS = 24
@@ -26,6 +27,12 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def model(settings: Settings) -> str:
     return settings.model.name
+
+
+@pytest.fixture(scope="module")
+def tokenizer(settings: Settings) -> Tokenizer:
+    """The served model's."""
+    return Tokenizer.load(settings.model.path)
 
 
 def prompt_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -67,7 +74,7 @@ async def test_r4_the_batch_size_does_not_matter(
     for fillers in (1, 5, 15):
         others = [prompt_of(tokenizer, f"Story number {i}:") for i in range(fillers)]
         assert (await many(aclient, model, [needle, *others], temperature=0))[0] == want
-    long = prompt_of(tokenizer, "word " * 1200)
+    long = prompt_of(tokenizer, "word " * 1200)[:1200]
     beside = asyncio.create_task(ask(aclient, model, long, 4))
     assert await alone(aclient, model, needle, temperature=0) == want
     await beside
@@ -267,6 +274,7 @@ async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> 
             assert reply.headers["content-type"].startswith("application/json")
 
 
+@on_a_real_model_too
 async def test_r53_a_rollout_can_be_scored_again(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -296,8 +304,8 @@ async def test_r55_an_idle_server_says_so(service: Service, model: str, aclient:
             async for _ in reply.aiter_lines():
                 return
 
-    want = await alone(aclient, model, [19556, 28], temperature=0)
-    survivors = [asyncio.create_task(alone(aclient, model, [19556, 28], temperature=0)) for _ in range(4)]
+    want = await alone(aclient, model, [195, 28], temperature=0)
+    survivors = [asyncio.create_task(alone(aclient, model, [195, 28], temperature=0)) for _ in range(4)]
     await asyncio.gather(*(leave(i) for i in range(10)))
     assert {await s for s in survivors} == {want}
     deadline = time.monotonic() + 10

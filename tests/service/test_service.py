@@ -23,6 +23,7 @@ from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.core import Verifier
 from tests.service.oracle import Answer, ask, decode_alone, noise
+from tests.service.served import on_a_real_model_too
 
 pytestmark = pytest.mark.service
 TOKENS = 48
@@ -79,6 +80,7 @@ async def copies(
     return {answer for answer, _ in got}, sum(int(str(e["rollbacks"])) for _, e in got)
 
 
+@on_a_real_model_too
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     aclient: openai.AsyncOpenAI,
@@ -173,8 +175,8 @@ async def test_clients_that_leave_free_the_engines(
 ) -> None:
     """R54: after 8 clients have cut their connections, both replicas are idle within two seconds."""
     body = {
-        "model": settings.model.name, "prompt": "Once", "max_tokens": 1500, "stream": stream,
-        "deterministic": deterministic, "ignore_eos": True,
+        "model": settings.model.name, "prompt": "Once", "max_tokens": settings.model.max_model_len - 100,
+        "stream": stream, "deterministic": deterministic, "ignore_eos": True,
     }  # fmt: skip
 
     async def leave() -> None:
@@ -205,7 +207,7 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
     """The stream waits for the next verifier and goes on; best-effort requests do not notice."""
     model = settings.model.name
     sampling: Any = {"temperature": 1.0, "seed": 11}
-    long = 160
+    long = 160 if model != "tiny" else 1600
     stream = await aclient.completions.create(
         model=model, prompt=prompt, max_tokens=long, stream=True, logprobs=0, **sampling,
         extra_body={"deterministic": True, "return_token_ids": True, "ignore_eos": True},
@@ -270,7 +272,7 @@ async def test_beyond_the_bound_requests_are_refused(service: Service, settings:
     body = {
         "model": settings.model.name,
         "prompt": "Once",
-        "max_tokens": 1000,
+        "max_tokens": settings.model.max_model_len - 100,
         "ignore_eos": True,
         "stream": True,
     }

@@ -1,0 +1,35 @@
+"""A further application of the session's cluster, in the form of a service."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.launch import Service
+from llm42.config import Settings
+
+on_a_real_model_too = pytest.mark.parametrize("service", ["tiny", "smollm2"], indirect=True, scope="session")
+"""For a test that shows on SmolLM2, in the quick tier too, what others show there in the slow one."""
+
+
+class Application(Service):
+    """A model under a route of its own, ready for deterministic requests; deleted at the end."""
+
+    def __init__(self, cluster: Service, name: str, settings: Settings) -> None:
+        super().__init__(settings)
+        self.name, self.url = name, f"{cluster.url}/{name}"
+
+    def start(self) -> None:
+        """Deploys it and waits for its verifier."""
+        from ray import serve
+
+        from deployments.app import build
+
+        tree = self.settings.model_dump(mode="json")
+        serve.run(build(tree), name=self.name, route_prefix=f"/{self.name}")
+        self.wait_deterministic()
+
+    def stop(self) -> None:
+        """Its actors end by their leases."""
+        from ray import serve
+
+        serve.delete(self.name)
