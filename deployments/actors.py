@@ -30,9 +30,9 @@ _DETACHED: dict[str, Any] = {
 
 
 def pool_digest(settings: Settings, model_identity: str) -> str:
-    """Other settings of model or verifier, other model files, other code or libraries give other names, hence
-    new actors: a new release never meets the verifiers of an old one."""
-    sections = (settings.model, settings.verifier)
+    """Other settings of model, verifier or watch, other model files, other code or libraries give other names,
+    hence new actors: a new release never meets the verifiers of an old one."""
+    sections = (settings.model, settings.verifier, settings.watch)
     code = source_hash([Path(__file__).parent, Path(config.__file__)])
     template = Path(settings.model.chat_template or "")  # beside the model, so no part of its identity
     own = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None

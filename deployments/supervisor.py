@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSe
 from deployments.actors import get_or_create_verifier, verifier_names
 from deployments.ray_metrics import actor_metrics
 from deployments.scaling import Scaler
-from deployments.verifier_actor import LEASE_S, VerifierStatus
+from deployments.verifier_actor import VerifierStatus
 from deployments.watched import Watched
 from llm42 import metrics as m
 from llm42.config import Settings
@@ -71,15 +71,16 @@ class Membership:
 class Supervisor:
     """The actor's class. Its event loop is its only thread."""
 
-    def __init__(self, settings: dict[str, Any], model_identity: str, lease_s: float = LEASE_S / 2) -> None:
+    def __init__(self, settings: dict[str, Any], model_identity: str, lease_s: float | None = None) -> None:
         self._settings, self._identity = Settings.load(settings), model_identity
-        self._lease_s, self._renewed = lease_s, time.monotonic()
+        watch = self._settings.watch
+        self._lease_s, self._renewed = lease_s or watch.lease_s / 2, time.monotonic()
         server, verifier = self._settings.server, self._settings.verifier
         self._scaler = Scaler(
             server.verifiers, server.max_verifiers, verifier.target_queue_s, verifier.scale_down_s
         )
         self._watched = [
-            Watched(name) for name in verifier_names(self._settings, model_identity, self._scaler.most)
+            Watched(name, watch) for name in verifier_names(self._settings, model_identity, self._scaler.most)
         ]
         self._fingerprint: str | None = None
         self._unpinned_since: float | None = None

@@ -16,11 +16,6 @@ from llm42.config import Settings
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
-HUNG_S = 12.0
-"""A supervisor that has left every call unanswered for this long is killed and created anew: get_if_exists
-would give the same actor again. Its successor must ask the verifiers before their leases end (LEASE_S)."""
-HUNG_START_S = 120.0
-"""The same for one that has not answered this replica before: it may be starting."""
 
 
 class SupervisorLink:
@@ -69,8 +64,10 @@ class SupervisorLink:
             log.warning("the supervisor has not confirmed that %s is condemned: %r", name, error)
 
     async def _unanswered(self, handle: Any) -> None:
-        silent_s = time.monotonic() - self._heard
-        if self.handle is handle and silent_s > (HUNG_S if self._known else HUNG_START_S):
+        """One that has hung is killed and created anew: get_if_exists would give the same actor again."""
+        silent_s, watch = time.monotonic() - self._heard, self._settings.watch
+        allowed_s = watch.supervisor_s if self._known else watch.supervisor_start_s
+        if self.handle is handle and silent_s > allowed_s:
             log.error("the supervisor has not answered for %.0f s: it is killed and created again", silent_s)
             self._drop(handle)
             await asyncio.to_thread(ray.kill, handle, no_restart=True)

@@ -23,9 +23,6 @@ from llm42.verifier.core import Verifier
 from llm42.verifier.golden import golden_answers
 
 log = logging.getLogger(__name__)
-LEASE_S = 30.0
-"""An actor whose state no replica has asked for this long ends itself: nothing is left on a device after the
-application has been deleted."""
 STALLED_S = 120.0
 """A step that has been running for this long will not end any more."""
 REPORT_S = 1.0
@@ -79,12 +76,16 @@ def _lost(verifier: Verifier) -> str:
 
 
 class VerifierActor:
-    """Certifies in the background: creating it never blocks, and a failure can be read instead of looping."""
+    """Certifies in the background: creating it never blocks, and a failure can be read instead of looping.
+
+    When nobody has asked how it is for `lease_s` it ends itself: nothing is left on a device after the
+    application has been deleted."""
 
     def __init__(
-        self, settings: dict[str, Any], lease_s: float = LEASE_S, model_identity: str | None = None
+        self, settings: dict[str, Any], lease_s: float | None = None, model_identity: str | None = None
     ) -> None:
-        self._settings, self._lease_s = Settings.load(settings), lease_s
+        self._settings = Settings.load(settings)
+        self._lease_s = lease_s or self._settings.watch.lease_s
         self._model_identity = model_identity
         self._verifier: Verifier | None = None
         self._failure, self._doing = "", "loading the model"

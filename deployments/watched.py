@@ -10,14 +10,10 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from deployments.verifier_actor import VerifierStatus
+from llm42.config import WatchSettings
 
 log = logging.getLogger(__name__)
 MISSES_ALLOWED = 3
-HUNG_S = 60.0
-"""A verifier that has been ready and has not answered for this long is killed and created anew: get_if_exists
-would give the same actor again."""
-HUNG_START_S = 900.0
-"""The same before it is ready: it may be waiting for a device, or importing and loading what is large."""
 
 
 @dataclass(slots=True)
@@ -25,6 +21,7 @@ class Watched:
     """A verifier in the supervisor's eyes."""
 
     name: str
+    watch: WatchSettings
     handle: Any = None
     status: VerifierStatus | None = None
     asked: float = 0.0
@@ -65,8 +62,9 @@ class Watched:
 
     @property
     def hung(self) -> bool:
-        """Whether the actor has been silent for so long that it will not answer any more."""
-        limit_s = HUNG_S if self.certified else HUNG_START_S
+        """Whether the actor has been silent for so long that it will not answer any more. It must be killed:
+        get_if_exists would give the same one again."""
+        limit_s = self.watch.verifier_s if self.certified else self.watch.verifier_start_s
         return self.handle is not None and time.monotonic() - self.answered > limit_s
 
     @property

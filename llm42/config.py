@@ -206,6 +206,44 @@ class SessionSettings(_Section):
         return self
 
 
+LEASE_MARGIN_S = 14.0
+"""What a hung supervisor's successor needs to be noticed missing, to start and to ask the verifiers."""
+
+
+class WatchSettings(_Section):
+    """How long a process may be silent before another one takes its place."""
+
+    verifier_s: float = Field(
+        60.0, gt=0, description="a verifier that was ready and does not answer for so long is replaced"
+    )
+    verifier_start_s: float = Field(
+        900.0,
+        gt=0,
+        description="the same before it is ready: it may wait for a device, or load what is large",
+    )
+    supervisor_s: float = Field(
+        12.0, gt=0, description="a supervisor that does not answer a replica for so long is replaced"
+    )
+    supervisor_start_s: float = Field(
+        120.0, gt=0, description="the same before it has answered that replica at all"
+    )
+    lease_s: float = Field(
+        30.0,
+        gt=0,
+        description="a verifier that nobody asks how it is for so long ends itself, a supervisor after half"
+        f" of it; at least {LEASE_MARGIN_S:.0f} s more than supervisor_s",
+    )
+
+    @model_validator(mode="after")
+    def _successor_in_time(self) -> WatchSettings:
+        if self.lease_s < self.supervisor_s + LEASE_MARGIN_S:
+            raise ValueError(
+                f"watch.lease_s must be at least {LEASE_MARGIN_S:.0f} s more than watch.supervisor_s:"
+                " verifiers must not end while a hung supervisor is being replaced"
+            )
+        return self
+
+
 class ApiKeySettings(_Section):
     """A key that clients authenticate with, and what its requests may do."""
 
@@ -354,6 +392,7 @@ class Settings(_Section):
     engine: EngineSettings = EngineSettings()
     verifier: VerifierSettings = VerifierSettings()
     session: SessionSettings = SessionSettings()
+    watch: WatchSettings = WatchSettings()
     server: ServerSettings = ServerSettings()
     audit: AuditSettings = AuditSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

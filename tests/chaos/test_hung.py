@@ -15,7 +15,6 @@ import pytest
 import pytest_asyncio
 from ray.exceptions import RayError
 
-from deployments import supervisor_link, watched
 from deployments.actors import get_actor, supervisor_name
 from deployments.launch import Service
 from deployments.supervisor import Membership
@@ -31,7 +30,8 @@ START_S = 120.0
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service: Service, tree: dict[str, Any]) -> AsyncIterator[App]:
-    quick = tree | {"session": tree["session"] | {"verify_timeout_s": 5.0}}
+    watch = {"verifier_s": 6.0, "supervisor_s": 4.0}
+    quick = tree | {"session": tree["session"] | {"verify_timeout_s": 5.0}, "watch": watch}
     async with application(service, "hung", quick) as made:
         yield made
 
@@ -80,7 +80,7 @@ async def test_a_verifier_that_hangs_is_replaced(app: App, lab: Lab) -> None:
     await asyncio.sleep(0.5)
     with stopped(hung):
         await streams
-        for _ in range(int(watched.HUNG_S + START_S)):
+        for _ in range(int(app.settings.watch.verifier_s + START_S)):
             if len(found := ready_pids(await published(app))) == 2 and hung not in found:
                 break
             await asyncio.sleep(1.0)
@@ -98,7 +98,7 @@ async def test_a_supervisor_that_hangs_is_replaced_before_its_verifiers_end(app:
     streams = asyncio.create_task(check_streams(app, lab))
     with stopped(before.pid):
         await streams
-        for _ in range(int(supervisor_link.HUNG_S + START_S)):
+        for _ in range(int(app.settings.watch.supervisor_s + START_S)):
             if (after := await published(app)) is not None and after.pid != before.pid:
                 break
             await asyncio.sleep(1.0)

@@ -8,8 +8,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RuntimeEnvSetupError
 
 from deployments import supervisor as module
-from deployments import watched
 from deployments.supervisor import Supervisor
+from llm42.config import WatchSettings
 from tests.service.stand_ins import Cluster, started, states, until
 
 
@@ -41,8 +41,8 @@ async def test_one_that_was_ready_and_hangs_is_killed_and_created_anew(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(watched, "HUNG_S", 0.2)
     made = await started(cluster, verifiers=2)
+    made._watched[1].watch = WatchSettings(verifier_s=0.2)
     before = made._watched[1].actor_id
     made._watched[1].handle.answering.clear()
     await until(lambda: made._watched[1].status is None)
@@ -58,8 +58,8 @@ async def test_one_that_loads_may_be_silent_for_longer(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, restarting: bool
 ) -> None:
     monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(watched, "HUNG_S", 0.0)
     made = await started(cluster, verifiers=1)
+    made._watched[0].watch = WatchSettings(verifier_s=1e-9)
     actor = made._watched[0].handle
     if restarting:  # by Ray, after its process had died
         actor.broken = ActorUnavailableError("restarting", None)
@@ -71,7 +71,7 @@ async def test_one_that_loads_may_be_silent_for_longer(
     missed = made._watched[0].missed
     await until(lambda: made._watched[0].missed > missed + 5)
     assert cluster.killed == 0
-    monkeypatch.setattr(watched, "HUNG_START_S", 0.0)
+    made._watched[0].watch = WatchSettings(verifier_start_s=1e-9)
     await until(lambda: cluster.killed > 0)
     made._task.cancel()
 

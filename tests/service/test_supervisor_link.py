@@ -11,8 +11,7 @@ from ray.exceptions import ActorDiedError, RuntimeEnvSetupError
 from deployments import supervisor_link, verifier_pool
 from deployments.supervisor import Membership
 from deployments.supervisor_link import SupervisorLink
-from deployments.verifier_actor import LEASE_S
-from llm42.config import Settings
+from llm42.config import LEASE_MARGIN_S, Settings
 from tests.service.pools import Published, pool_of, raises, window
 
 
@@ -63,15 +62,17 @@ async def test_one_that_hangs_is_killed_and_created_anew(
         actors.append(Silent())
 
     monkeypatch.setattr("ray.kill", kill)
-    hung, link = actors[0], SupervisorLink(Settings(), "model")
+    none, patient = (
+        ("supervisor_start_s", "supervisor_s") if known else ("supervisor_s", "supervisor_start_s")
+    )
+    hung, link = actors[0], SupervisorLink(Settings.load({"watch": {none: 1e-9}}), "model")
     hung.hung = not known
     assert (await link.membership() is not None) == known
     hung.hung = True
-    monkeypatch.setattr(supervisor_link, "HUNG_START_S" if known else "HUNG_S", 0.0)
     for _ in range(5):
         assert await link.membership() is None
     assert killed == [], "silence is allowed for so long"
-    monkeypatch.setattr(supervisor_link, "HUNG_S" if known else "HUNG_START_S", 0.0)
+    link._settings = Settings.load({"watch": {patient: 1e-9}})
     assert await link.membership() is None
     assert killed == [(hung, True)]
     actors[-1].hung = False
@@ -90,5 +91,8 @@ async def test_one_that_never_came_to_be_is_created_anew(monkeypatch: pytest.Mon
 
 
 def test_a_hung_supervisor_is_replaced_before_its_verifiers_end_themselves() -> None:
-    noticed = supervisor_link.HUNG_S + supervisor_link.TIMEOUT_S + verifier_pool.WATCH_S
-    assert noticed < LEASE_S - 10, "the rest is for its successor's start"
+    slack = supervisor_link.TIMEOUT_S + verifier_pool.WATCH_S
+    assert slack < LEASE_MARGIN_S - 10, "the rest is for its successor's start"
+    with pytest.raises(ValueError, match=r"watch\.lease_s"):
+        Settings.load({"watch": {"supervisor_s": 12, "lease_s": 12 + LEASE_MARGIN_S - 1}})
+    assert Settings.load({"watch": {"supervisor_s": 1, "lease_s": 1 + LEASE_MARGIN_S}}).watch.lease_s == 15
