@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 import ray
 from torch import Tensor
 
@@ -27,8 +29,21 @@ from tests.support import Lab
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 
 
+LOAD_S = 15.0
+"""How long the service is overloaded."""
+
+
 def with_server(tree: dict[str, Any], **server: Any) -> dict[str, Any]:
     return tree | {"server": tree["server"] | server}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(service: Service, tree: dict[str, Any]) -> AsyncIterator[App]:
+    """One replica that holds little: 4 requests run, 6 wait."""
+    changed = with_server(tree, fastpath_replicas=1, ingress_replicas=1, verifiers=1, max_queued=6)
+    changed = changed | {"engine": tree["engine"] | {"max_batch": 4}}
+    async with application(service, "small", changed) as app:
+        yield app
 
 
 async def test_cold_starts_numbers_of_verifiers_and_caches(
@@ -51,81 +66,6 @@ async def test_cold_starts_numbers_of_verifiers_and_caches(
             for got in (cold, warm, together[:6], together[6:12], together[12:]):
                 assert [(o.tokens, o.logprobs) for o in got] == want
     assert len(fingerprints) == 1
-
-
-async def test_scaling_and_a_redeploy_lose_no_request(
-    service: Service, lab: Lab, tree: dict[str, Any]
-) -> None:
-    """1 to 3 to 1 replicas, then other settings, while streams of both classes come and go."""
-    ended: list[tuple[Any, Outcome]] = []
-    stop = asyncio.Event()
-
-    async def client(app: App, number: int) -> None:
-        while not stop.is_set():
-            make = deterministic if number % 2 else best_effort
-            request = make(number, 64)
-            ended.append((request, await app.stream(request)))
-
-    async with application(service, "scale", with_server(tree, fastpath_replicas=1, verifiers=1)) as app:
-        clients = [asyncio.create_task(client(app, i)) for i in range(8)]
-        await asyncio.sleep(2)
-        for replicas in (3, 1):
-            await app.deploy(Settings.load(with_server(tree, fastpath_replicas=replicas, verifiers=1)))
-            await asyncio.sleep(3)
-        other = with_server(tree, fastpath_replicas=1, verifiers=1) | {
-            "engine": tree["engine"] | {"max_batch": 8}
-        }
-        await app.deploy(Settings.load(other))
-        await asyncio.sleep(2)
-        stop.set()
-        await asyncio.gather(*clients)
-    assert len(ended) > 30
-    for request, got in ended:
-        assert (got.status, got.error, got.cut, got.finish) == (200, "", False, "length"), got
-        if request.deterministic:
-            assert (got.tokens, got.logprobs) == oracle(lab, request)
-
-
-async def test_overload_is_refused_and_over_quickly(service: Service, lab: Lab, tree: dict[str, Any]) -> None:
-    """Ten times what can run and wait: 429 with Retry-After, bounded memory, admitted ones right."""
-    small = with_server(tree, fastpath_replicas=1, ingress_replicas=1, verifiers=1, max_queued=4)
-    small = small | {"engine": tree["engine"] | {"max_batch": 4}}
-    outcomes: list[tuple[Any, Outcome]] = []
-    stop = asyncio.Event()
-
-    async def client(app: App, number: int) -> None:
-        while not stop.is_set():
-            request = deterministic(number, 32) if number % 2 else best_effort(number, 32)
-            got = await app.stream(request)
-            outcomes.append((request, got))
-            if got.status == 429:
-                await asyncio.sleep(1.0)  # what Retry-After says
-
-    async with application(service, "overload", small) as app:
-        (replica,) = app.pids("ray::ServeReplica:{name}:FastPath")
-        await app.stream(best_effort(1))
-        before = resident_mib(replica)
-        clients = [asyncio.create_task(client(app, i)) for i in range(120)]
-        await asyncio.sleep(60)
-        grown = resident_mib(replica) - before
-        stop.set()
-        await asyncio.gather(*clients)
-        began = time.monotonic()
-        request = deterministic(3, 32)
-        assert (await app.stream(request)).finish == "length"
-        recovered = time.monotonic() - began
-    refused = [o for _, o in outcomes if o.status != 200]
-    admitted = [(r, o) for r, o in outcomes if o.status == 200]
-    assert refused
-    assert {o.status for o in refused} == {429}
-    assert all(o.retry_after and int(o.retry_after) > 0 for o in refused)
-    assert {r.deterministic for r, _ in admitted} == {True, False}, "one class starved"
-    for request, got in admitted:
-        assert (got.error, got.cut, got.finish) == ("", False, "length")
-        if request.deterministic:
-            assert (got.tokens, got.logprobs) == oracle(lab, request)
-    assert grown < 200
-    assert recovered < 5.0
 
 
 def resident_mib(pid: int) -> float:
@@ -188,13 +128,10 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
         assert (await supervisor.membership.remote()).condemned == 1, "nobody else was condemned"
 
 
-async def test_bursts_with_refusals_and_departures_leave_nothing(
-    service: Service, tree: dict[str, Any]
-) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bursts_with_refusals_and_departures_leave_nothing(small: App) -> None:
     """Clients that leave while they wait, while they stream and before their answer: all counters are zero
     within two seconds, behind the router too."""
-    small = with_server(tree, fastpath_replicas=1, ingress_replicas=1, verifiers=1, max_queued=6)
-    small = small | {"engine": tree["engine"] | {"max_batch": 4}}
 
     async def leave(app: App, number: int) -> None:
         body = {
@@ -210,14 +147,85 @@ async def test_bursts_with_refusals_and_departures_leave_nothing(
             except httpx.HTTPError:
                 return
 
-    async with application(service, "leave", small) as app:
-        for _ in range(2):
-            await asyncio.gather(*(leave(app, i) for i in range(40)))
-            assert (
-                await app.until(
-                    lambda h: h["running"] == h["waiting"] == h["queued"] == h["kv_used"] == 0, 10.0
-                )
-                < 2.0
+    for _ in range(2):
+        await asyncio.gather(*(leave(small, i) for i in range(40)))
+        assert (
+            await small.until(
+                lambda h: h["running"] == h["waiting"] == h["queued"] == h["kv_used"] == 0, 10.0
             )
-        stats = await get_actor(app.verifier_names()[0]).stats.remote()
-        assert stats["active"] == stats["waiting"] == 0, json.dumps(stats)
+            < 2.0
+        )
+    stats = await get_actor(small.verifier_names()[0]).stats.remote()
+    assert stats["active"] == stats["waiting"] == 0, json.dumps(stats)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_overload_is_refused_and_over_quickly(small: App, lab: Lab) -> None:
+    """Ten times what can run and wait: 429 with Retry-After, bounded memory, admitted ones right."""
+    outcomes: list[tuple[Any, Outcome]] = []
+    stop = asyncio.Event()
+
+    async def client(app: App, number: int) -> None:
+        while not stop.is_set():
+            request = deterministic(number, 32) if number % 2 else best_effort(number, 32)
+            got = await app.stream(request)
+            outcomes.append((request, got))
+            if got.status == 429:
+                await asyncio.sleep(1.0)  # what Retry-After says
+
+    (replica,) = small.pids("ray::ServeReplica:{name}:FastPath")
+    await small.stream(best_effort(1))
+    before = resident_mib(replica)
+    clients = [asyncio.create_task(client(small, i)) for i in range(120)]
+    await asyncio.sleep(LOAD_S)
+    grown = resident_mib(replica) - before
+    stop.set()
+    await asyncio.gather(*clients)
+    began = time.monotonic()
+    request = deterministic(3, 32)
+    assert (await small.stream(request)).finish == "length"
+    recovered = time.monotonic() - began
+    refused = [o for _, o in outcomes if o.status != 200]
+    admitted = [(r, o) for r, o in outcomes if o.status == 200]
+    assert refused
+    assert {o.status for o in refused} == {429}
+    assert all(o.retry_after and int(o.retry_after) > 0 for o in refused)
+    assert {r.deterministic for r, _ in admitted} == {True, False}, "one class starved"
+    for request, got in admitted:
+        assert (got.error, got.cut, got.finish) == ("", False, "length")
+        if request.deterministic:
+            assert (got.tokens, got.logprobs) == oracle(lab, request)
+    assert grown < 200 * LOAD_S / 60
+    assert recovered < 5.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_scaling_and_a_redeploy_lose_no_request(small: App, lab: Lab, tree: dict[str, Any]) -> None:
+    """1 to 3 to 1 replicas, then other settings, while streams of both classes come and go."""
+    ended: list[tuple[Any, Outcome]] = []
+    stop = asyncio.Event()
+
+    async def client(app: App, number: int) -> None:
+        while not stop.is_set():
+            make = deterministic if number % 2 else best_effort
+            request = make(number, 64)
+            ended.append((request, await app.stream(request)))
+
+    await small.deploy(Settings.load(with_server(tree, fastpath_replicas=1, verifiers=1)))
+    clients = [asyncio.create_task(client(small, i)) for i in range(8)]
+    await asyncio.sleep(2)
+    for replicas in (3, 1):
+        await small.deploy(Settings.load(with_server(tree, fastpath_replicas=replicas, verifiers=1)))
+        await asyncio.sleep(3)
+    other = with_server(tree, fastpath_replicas=1, verifiers=1) | {
+        "engine": tree["engine"] | {"max_batch": 8}
+    }
+    await small.deploy(Settings.load(other))
+    await asyncio.sleep(2)
+    stop.set()
+    await asyncio.gather(*clients)
+    assert len(ended) > 30
+    for request, got in ended:
+        assert (got.status, got.error, got.cut, got.finish) == (200, "", False, "length"), got
+        if request.deterministic:
+            assert (got.tokens, got.logprobs) == oracle(lab, request)
