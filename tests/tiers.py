@@ -114,6 +114,7 @@ class Running:
 def run(tier: str, options: list[str]) -> int:
     """Runs a tier; the exit status."""
     BUILD.mkdir(parents=True, exist_ok=True)
+    (BUILD / f"{tier}.json").unlink(missing_ok=True)
     running = [Running(tier, part, options) for part in parts_of(tier)]
     for one in running:
         print(f"{tier}: {one.part.name} is running: {one.log.relative_to(ROOT)}", flush=True)
@@ -197,7 +198,8 @@ def known_skips() -> list[str]:
 def tell(tiers: list[str]) -> int:
     """The summary of tiers that have run; 1 where something is left out that the written list does not
     name."""
-    told = merged([BUILD / f"{tier}.json" for tier in tiers])
+    files = [BUILD / f"{tier}.json" for tier in tiers]
+    told = merged(files)
     known = known_skips()
     absent = [*told["skipped"].items(), *told["left_out"].items()]
     unknown = [
@@ -208,8 +210,11 @@ def tell(tiers: list[str]) -> int:
     if unknown:
         print(f"{len(unknown)} tests are left out and not named in {SKIPS.relative_to(ROOT)}:")
         print("\n".join(sorted(unknown)[:50]))
+    absent_tiers = [file.stem for file in files if not file.is_file()]
+    if absent_tiers:
+        print(f"these tiers have not run: {', '.join(absent_tiers)}")
     print(summary(told), flush=True)
-    return 1 if unknown or not told["ran"] else 0
+    return 1 if unknown or absent_tiers or not told["ran"] else 0
 
 
 def main(arguments: list[str]) -> int:
