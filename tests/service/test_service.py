@@ -252,12 +252,12 @@ def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, sett
 
 
 def test_a_verifier_nobody_asks_ends_itself(service: Service, settings: Settings) -> None:
-    """Two actors with a lease of two seconds: the one that is asked for its state lives on."""
+    """Two actors with a lease of four seconds: the one that is asked for its state lives on."""
     tree = settings.model_dump(mode="json")
     tree["model"]["path"] = "/nonexistent"  # certification is not what this is about
-    asked, forgotten = (ray.remote(VerifierActor).remote(tree, 2.0) for _ in range(2))
+    asked, forgotten = (ray.remote(VerifierActor).remote(tree, 4.0) for _ in range(2))
     ray.get(forgotten.status.remote())
-    for _ in range(16):
+    for _ in range(28):
         status = ray.get(asked.status.remote())
         time.sleep(0.25)
     assert status.state == "failed"
