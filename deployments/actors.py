@@ -30,8 +30,8 @@ _DETACHED: dict[str, Any] = {
 
 
 def pool_digest(settings: Settings, model_identity: str) -> str:
-    """Other settings of model, verifier or watch, other model files, other code or libraries give other names,
-    hence new actors: a new release never meets the verifiers of an old one."""
+    """Other settings of model, verifier or watch, other model files, other code or libraries give other
+    names, hence new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier, settings.watch)
     code = source_hash([Path(__file__).parent, Path(config.__file__)])
     template = Path(settings.model.chat_template or "")  # beside the model, so no part of its identity

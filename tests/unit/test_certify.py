@@ -355,7 +355,7 @@ def test_a_certificate_beside_the_model_is_no_part_of_it(tmp_path: Path) -> None
     """Actors are named by the model's files: one that is written when they are up must not rename them."""
     path = write_model(tmp_path)
     before = sampled_identity(path)
-    save_certificate(str(path), Certificate({}, (8,), [], 0, 0.0, False, "key"))
+    save_certificate(str(path), Certificate({}, (8,), [], 0, 0.0, False, key="key"))
     assert load_certificate(str(path), "key") is not None
     assert sampled_identity(path) == before
     (path / "added.json").write_text("{}")
