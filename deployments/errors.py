@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from deployments.json_bodies import InvalidBody
 from deployments.sse import event as event_of
 from llm42.logs import event
 from llm42.metrics import OTHER, REJECTS, Metrics
@@ -188,9 +188,8 @@ class Errors:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, LLM42Error):  # a body that was read in a thread (json_bodies.py)
             return self.from_exception(error.__cause__)
-        if isinstance(error.__cause__, ValidationError):
-            found = error.__cause__.errors(include_url=False)
-            inside = [{**each, "loc": ("body", *each["loc"])} for each in found]
+        if isinstance(error.__cause__, InvalidBody):
+            inside = [{**each, "loc": ("body", *each["loc"])} for each in error.__cause__.found]
             return await self.on_validation_error(request, RequestValidationError(inside))
         status, text = error.status_code, str(error.detail)
         code = {408: "body_timeout", 413: "body_too_large"}.get(status)

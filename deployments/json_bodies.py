@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, get_type_hints
 
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +34,8 @@ SPARE_BYTES, BYTES_PER_ID, BYTES_PER_CHARACTER = 64 << 10, 8, 6
 MAX_FIELDS = 256
 """Members of the body itself."""
 MAX_PARTS = 1 << 16
-"""Objects, lists and members of objects in a body."""
+"""Objects, members of objects and lists in a body. A list counts twice: Python's garbage collector looks at
+each of them, for as long as there is the body, and nothing else runs meanwhile."""
 MAX_AUDIT_PARTS = 1 << 18
 """The same of an audit, whose records hold whole answers."""
 MAX_IDS = 1 << 19
@@ -54,6 +55,14 @@ def most_bytes(settings: Settings, longest_token: int) -> int:
     return min(MAX_BYTES, SPARE_BYTES + max(ids, text))
 
 
+class InvalidBody(ValueError):
+    """What pydantic says of a body, without the body."""
+
+    def __init__(self, found: Sequence[Any]) -> None:
+        super().__init__(found)
+        self.found = found
+
+
 class BodyReader:
     """One per application: a large body waits for the one before it."""
 
@@ -63,7 +72,7 @@ class BodyReader:
         self._free = asyncio.Lock()
 
     async def read(self, raw: bytes, kind: type[BaseModel], parts: int = MAX_PARTS) -> BaseModel:
-        """The validated body. Raises what json.loads and pydantic do, and RequestRejected."""
+        """The validated body. Raises what json.loads does, InvalidBody and RequestRejected."""
         async with self._free:
             work = asyncio.ensure_future(asyncio.to_thread(self._read, raw, kind, parts))
             try:
@@ -74,9 +83,16 @@ class BodyReader:
 
     def _read(self, raw: bytes, kind: type[BaseModel], parts: int) -> BaseModel:
         value = load(raw, parts)
-        if isinstance(value, dict):
-            self._require_few(value)
-        return kind.model_validate(value)
+        try:
+            if isinstance(value, dict):
+                self._require_few(value)
+            return kind.model_validate(value)
+        except ValidationError as error:
+            refusal: Exception = InvalidBody(error.errors(include_url=False, include_input=False))
+        except RequestRejected as error:
+            refusal = error.with_traceback(None)
+        del value  # as in `load`
+        raise refusal
 
     def _require_few(self, body: dict[str, Any]) -> None:
         if len(body) > MAX_FIELDS:
@@ -98,9 +114,13 @@ def load(raw: bytes, parts: int = MAX_PARTS) -> Any:
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
     # what stands in strings counts too: that only chooses the slower way
     lists, members, values = raw.count(b"[") + raw.count(b"{"), raw.count(b":"), raw.count(b",")
-    if 250 * lists + 150 * members + 50 * values < QUICK_NS and lists + members <= parts:
+    if 250 * lists + 150 * members + 50 * values < QUICK_NS and 2 * lists + members <= parts:
         return json.loads(text)
-    return _Reader(parts).decode(text)
+    try:
+        return _Reader(parts).decode(text)
+    except Exception as error:
+        # without the frames that hold what was read so far: the garbage collector alone would find that again
+        raise error.with_traceback(None) from None
 
 
 class _Reader(json.JSONDecoder):
@@ -114,7 +134,7 @@ class _Reader(json.JSONDecoder):
 
     def _array(self, *args: Any) -> tuple[list[Any], int]:
         made: tuple[list[Any], int] = JSONArray(*args)
-        self._count(1)
+        self._count(2)
         return made
 
     def _object(self, *args: Any) -> tuple[dict[str, Any], int]:
@@ -125,10 +145,8 @@ class _Reader(json.JSONDecoder):
     def _count(self, parts: int) -> None:
         self._made += parts
         if self._made > self._most:
-            raise RequestRejected(
-                f"The body has more than {self._most} objects, lists and members of objects.",
-                code="body_too_complex",
-            )
+            text = f"The body has more than {self._most} objects, members of objects and lists (these twice)."
+            raise RequestRejected(text, code="body_too_complex")
 
 
 class _BodyRequest(Request):
