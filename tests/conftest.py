@@ -43,6 +43,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.service)
 
 
+class _RealModelLast:
+    """The tests of the service on SmolLM2 come last, so that it is deployed once."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: _served(item) == "smollm2")
+
+
+def _served(item: pytest.Item) -> object:
+    call = getattr(item, "callspec", None)
+    return call.params.get("service") if call is not None else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A hook that comes after pytest's own order."""
+    config.pluginmanager.register(_RealModelLast())
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on. Not one that the kernel gives to whoever asks for any:
     Ray's processes do, before the service listens on it."""

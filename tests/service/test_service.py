@@ -23,7 +23,6 @@ from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.core import Verifier
 from tests.service.oracle import Answer, ask, decode_alone, noise
-from tests.service.served import on_a_real_model_too
 
 pytestmark = pytest.mark.service
 TOKENS = 48
@@ -80,8 +79,12 @@ async def copies(
     return {answer for answer, _ in got}, sum(int(str(e["rollbacks"])) for _, e in got)
 
 
-@on_a_real_model_too
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("service", "temperature"),
+    [("tiny", 0.0), ("tiny", 1.0), pytest.param("smollm2", 0.0, marks=pytest.mark.slow), ("smollm2", 1.0)],
+    indirect=["service"],
+    scope="session",
+)
 async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     aclient: openai.AsyncOpenAI,
     oracle: Verifier,
