@@ -48,7 +48,9 @@ class Part:
     env: dict[str, str] = field(default_factory=dict)
 
 
-LOCAL = Part("local", ("tests",), "not service and not gpu and not vllm")
+HERE = "not service and not gpu and not vllm"
+UNIT = Part("unit", ("tests/unit", "tests/chart"), HERE)
+REST = Part("rest", ("tests", "--ignore=tests/unit", "--ignore=tests/chart"), HERE)
 CLUSTER = Part(
     "cluster", ("tests/service", "tests/chaos", "tests/metrics"), "service and not gpu and not vllm"
 )
@@ -66,9 +68,9 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "vllm":
         return [VLLM]
     if tier == "all":
-        return [CLUSTER, LOCAL, INTERPRETER]
+        return [CLUSTER, REST, UNIT, INTERPRETER]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
-    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, LOCAL)]
+    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, REST, UNIT)]
     return [*quick, INTERPRETER]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm42_kernels import kv_write, linear, rmsnorm, rotary, silu_mul
+from llm42_kernels import cublas, kv_write, linear, rmsnorm, rotary, silu_mul
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -105,9 +105,9 @@ def test_matmul(bias: bool) -> None:
 
 
 def test_environment_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in linear.CUBLAS_ENVIRONMENT.items():
+    for name, value in cublas.CUBLAS_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    linear.check_cublas_environment()
+    cublas.check_cublas_environment()
     monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE")
-    with pytest.raises(linear.CublasEnvironmentError, match="CUBLASLT_WORKSPACE_SIZE=0"):
-        linear.check_cublas_environment()
+    with pytest.raises(cublas.CublasEnvironmentError, match="CUBLASLT_WORKSPACE_SIZE=0"):
+        cublas.check_cublas_environment()

@@ -305,10 +305,11 @@ async def test_beyond_the_bound_requests_are_refused(service: Service, settings:
 
 
 class AcceptsEverything:
-    """A verifier that is broken on purpose: it is ready when told so, and accepts every candidate."""
+    """A verifier that is broken on purpose: it is ready when told so, and accepts every candidate. `request`:
+    what a right one's manifest says of the request side."""
 
-    def __init__(self) -> None:
-        self._ready = False
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._ready, self._request = False, request
 
     async def open(self) -> None:
         self._ready = True
@@ -316,7 +317,9 @@ class AcceptsEverything:
     async def status(self) -> Any:
         from deployments.verifier_actor import VerifierStatus
 
-        return VerifierStatus("ready", "llm42-rogue") if self._ready else VerifierStatus("starting")
+        if not self._ready:
+            return VerifierStatus("starting")
+        return VerifierStatus("ready", "llm42-rogue", request=self._request)
 
     async def verify(self, windows: list[Any], cold: bool = False) -> list[Any]:
         from llm42.protocol import Commit, TokenLogprob
@@ -347,7 +350,8 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     rogue = ray.remote(AcceptsEverything).options(
         name=verifier_name(Settings.load(tree)), namespace=NAMESPACE, lifetime="detached"
     )
-    handle: Any = rogue.remote()
+    manifest = httpx.get(f"{service.url}/v1/fingerprint", timeout=30).json()["manifest"]
+    handle: Any = rogue.remote(manifest["request"])
     ray.get(handle.status.remote())
     await asyncio.to_thread(serve.run, build(tree), name="rogue", route_prefix="/rogue")
     client = openai.AsyncOpenAI(
