@@ -271,7 +271,13 @@ class Lab:
     """Set: `engine` makes vLLM engines."""
 
     @classmethod
-    def make(cls, directory: Path, head_dim: int = CONFIG["head_dim"], vllm: VllmPool | None = None) -> Lab:
+    def make(
+        cls,
+        directory: Path,
+        head_dim: int = CONFIG["head_dim"],
+        vllm: VllmPool | None = None,
+        dtype: str = "bfloat16",
+    ) -> Lab:
         """Writes, loads and certifies the model. vLLM's attention on CPU needs a head_dim of 32 at least."""
         settings = Settings.load(
             {
@@ -279,6 +285,7 @@ class Lab:
                     "path": str(write_model(directory, head_dim)),
                     "name": "tiny",
                     "max_model_len": 768,
+                    "dtype": dtype,
                 },
                 "engine": {"threads": 1, "kv_tokens": 8192},
                 "verifier": {"certificate_dir": str(directory), "kv_tokens": 8192},

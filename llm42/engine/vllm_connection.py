@@ -115,6 +115,7 @@ def connect(settings: Settings) -> Connection:
     version = check_installed()
     # our process has threads already: a forked engine process could inherit a lock that nobody will release
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # commands print JSON on the other
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # as Ray's: nothing is reported unless asked for
     model = model_directory(settings)
     arguments, stats, guard, llm = engine_arguments(settings, model), Stats(), Guard(), None

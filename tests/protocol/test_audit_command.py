@@ -113,12 +113,12 @@ def test_another_fingerprint_is_explained_field_by_field(tmp_path: Path, stored:
     from llm42.fingerprint import fingerprint
 
     manifest = json.loads(json.dumps(stored[-1]["manifest"]))
-    manifest["device"]["threads"] = 64
+    here, manifest["device"]["threads"] = manifest["device"]["threads"], 64
     (tmp_path / "m.json").write_text(json.dumps({"fingerprint": fingerprint(manifest), "manifest": manifest}))
     line = {"fingerprint": fingerprint(manifest), "prompt": [1], "output": [2], "sampling": {}}
     result = run(tmp_path / "a.jsonl", [line], config, "--manifest", str(tmp_path / "m.json"))
     assert result.exit_code == 1
-    assert "device.threads: 64 in the answer's manifest, 1 in the verifier's" in result.stdout
+    assert f"device.threads: 64 in the answer's manifest, {here} in the verifier's" in result.stdout
 
 
 def test_a_signature_may_be_required(tmp_path: Path, stored: Lines, config: Path) -> None:

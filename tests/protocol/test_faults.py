@@ -241,7 +241,8 @@ lab.close()
 def test_two_launches_give_equal_bits(tmp_path: Path) -> None:
     outputs = []
     for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
+        path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, sys.path)))
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
         command = [sys.executable, "-c", LAUNCH, str(tmp_path / seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]

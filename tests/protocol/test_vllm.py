@@ -216,7 +216,8 @@ def test_vllm_ends_with_a_process_that_is_killed(lab: Lab, tmp_path: Path) -> No
     script.write_text(LAUNCH)
     engine = {"kind": "vllm", "vllm": vllm_settings()}
     tree = json.dumps(lab.settings.model_dump(mode="json") | {"engine": engine})
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, sys.path)))
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, str(script), tree]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None

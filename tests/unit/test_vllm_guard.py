@@ -37,7 +37,8 @@ time.sleep(120)
 
 def survivors(how: str, left: list[str]) -> list[str]:
     """Which of a killed parent's processes live on; waits until they are `left`."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, sys.path)))
+    environment = os.environ | {"PYTHONPATH": path}
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, how], stdout=subprocess.PIPE, text=True, env=environment
     )
