@@ -12,6 +12,7 @@ from llm42.config import Settings
 from llm42.direct import LOOPBACK, NO_GRPC_PROXY
 from tests.chart import helm
 from tests.chart.helm import container
+from tests.support import Lab
 
 PLUS_ONE = helm.example("gpu-4-plus-1")
 HERE = ",".join(LOOPBACK)
@@ -105,12 +106,12 @@ def test_a_path_of_the_ingress_is_the_applications_too() -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/llm", "/team/llm"])
-async def test_the_application_answers_with_and_without_it(root: str) -> None:
+async def test_the_application_answers_with_and_without_it(root: str, tiny: Lab) -> None:
     import httpx
 
     key = {"name": "k", "sha256": "0" * 64}
     settings = Settings.load({"server": {"root_path": root, "api_keys": [key]}})
-    app = create_app(settings, None, None)  # type: ignore[arg-type]  # neither is asked here
+    app = create_app(settings, tiny.tokenizer, None)  # type: ignore[arg-type]  # it is not asked here
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
         for path in ("/version", f"{root}/version", f"{root}/version/"):
             assert (await client.get(path)).status_code == 200, path

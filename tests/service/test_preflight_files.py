@@ -21,7 +21,7 @@ from tests.support import write_model
 def tree(tmp_path: Path) -> dict[str, Any]:
     """Settings that the preflight accepts."""
     return {
-        "model": {"path": str(write_model(tmp_path / "tiny"))},
+        "model": {"path": str(write_model(tmp_path / "tiny")), "max_model_len": 512},
         "server": {"port": free_port()},
     }
 

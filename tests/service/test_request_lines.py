@@ -101,7 +101,7 @@ async def test_a_template_that_quotes_a_message_is_not_logged(
     from llm42.chat_template import ChatTemplate
 
     template = ChatTemplate("{{ raise_exception('no: ' + messages[0].content) }}", {})
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "_templates", {"default": template})
     async with client(tokenizer) as (http, _):
         reply = await http.post(
             "/v1/chat/completions", json=chat(messages=[{"role": "user", "content": SECRET}])
