@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,13 +97,27 @@ def test_an_error_of_another_command_is_a_line_too(
     assert shown(capsys, KeyError("a field"), monkeypatch) == "Error: KeyError: 'a field'\n"
 
 
+@pytest.fixture
+def short_directory() -> Iterator[Callable[[str], Path]]:
+    """Makes folders whose paths are short enough for Ray's sockets, which pytest's are not."""
+    made: list[Path] = []
+
+    def make(prefix: str) -> Path:
+        made.append(Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp")))
+        return made[-1]
+
+    yield make
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.mark.service
-def test_rays_own_refusal(tmp_path: Path) -> None:
+def test_rays_own_refusal(tmp_path: Path, short_directory: Callable[[str], Path]) -> None:
     """The command itself, with a setting that makes `ray.init` raise."""
     write_model(tmp_path / "tiny")
     config = tmp_path / "tiny.yaml"
     config.write_text(json.dumps(tiny_tree(tmp_path)))
-    place = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
+    place = short_directory("s")
     marker = f"started-by-test-{os.getpid()}-refusal"
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
     env |= {
@@ -142,12 +158,14 @@ def test_a_failed_init_leaves_no_session(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
-def test_a_directory_too_long_for_sockets(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_too_long_for_sockets(
+    name: str, tmp_path: Path, short_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The longest path that a socket can have there is used; a longer one is not, and that is said."""
     for other in ("TMPDIR", "RAY_TMPDIR"):
         monkeypatch.delenv(other, raising=False)
     said: list[str] = []
-    fits = Path(tempfile.mkdtemp(prefix="x" * 25, dir="/tmp"))
+    fits = short_directory("x" * 25)
     monkeypatch.setenv(name, str(fits))
     assert temp_dir(said.append) == fits / "ray"
     assert said == []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -52,13 +53,20 @@ def comparable(text: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in e.items() if k not in ("id", "created")} for e in events(text)]
 
 
+async def until(seen: Callable[[], bool], otherwise: str, limit_s: float = 10.0) -> None:
+    """Waits for what is to be seen: how soon it comes is the machine's affair."""
+    deadline = time.monotonic() + limit_s
+    while not seen():
+        assert time.monotonic() < deadline, otherwise
+        await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_the_head_does_not_wait_for_the_first_token(tokenizer: Tokenizer, path: str) -> None:
     """A place in a queue, a long prompt: the client learns within the heartbeat's time that it is served."""
     body = (chat if "chat" in path else completion)(stream=True)
     link, _, task = connect(tokenizer, slow(60.0), settings_of(BEAT_S), path, body)
-    await asyncio.sleep(BEAT_S * 8)
-    assert link.sent, "no head and no byte"
+    await until(lambda: len(link.sent) > 2, "no head and no byte")
     assert link.sent[0]["status"] == 200
     assert link.text.startswith(sse.HEARTBEAT)
     assert set(link.text.split("\n\n")) == {sse.HEARTBEAT.strip(), ""}
@@ -89,15 +97,15 @@ async def test_no_comment_where_events_are_frequent_or_the_client_does_not_read(
             yield Delta((7,), "x")
         yield Delta((7,), "x", finish_reason=FinishReason.STOP)
 
-    settings, body = settings_of(0.3), completion(stream=True)
+    settings, body = settings_of(3.0), completion(stream=True)
     link, _, task = connect(tokenizer, steady, settings, "/v1/completions", body)
     await asyncio.wait_for(task, 10)
     assert sse.HEARTBEAT not in link.text
-    link, _, task = connect(tokenizer, slow(0.0, 0.1), settings_of(0.4), "/v1/completions", body)
+    link, _, task = connect(tokenizer, slow(0.0, 0.1), settings_of(1.0), "/v1/completions", body)
     while len(link.sent) < 2:
         await asyncio.sleep(0.01)
     link.reading.clear()  # the second event waits for its reader
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(2.5)
     link.reading.set()
     await asyncio.wait_for(task, 10)
     assert sse.HEARTBEAT not in link.text
@@ -109,27 +117,26 @@ async def test_an_error_has_a_status_while_the_head_is_not_sent_and_is_an_event_
     tokenizer: Tokenizer, error: Exception, status: int
 ) -> None:
     body = completion(stream=True)
-    async with client(tokenizer, slow(BEAT_S, error=error), settings_of(5.0)) as (http, _):
+    async with client(tokenizer, slow(BEAT_S, error=error), settings_of(60.0)) as (http, _):
         assert_error(await http.post("/v1/completions", json=body), status, None)
-    async with client(tokenizer, slow(BEAT_S * 4, error=error), settings_of(BEAT_S)) as (http, _):
+    async with client(tokenizer, slow(BEAT_S * 20, error=error), settings_of(BEAT_S)) as (http, _):
         reply = await http.post("/v1/completions", json=body)
     assert reply.status_code == 200
     (event,) = events(without_comments(reply.text))
     assert event["error"]["message"] == str(error)
 
 
-@pytest.mark.parametrize("patience", [1, 6])
+@pytest.mark.parametrize("heartbeat_s", [60.0, BEAT_S], ids=["before the head", "after it"])
 async def test_a_client_that_leaves_before_the_first_token_frees_its_place(
-    tokenizer: Tokenizer, patience: int
+    tokenizer: Tokenizer, heartbeat_s: float
 ) -> None:
-    """Before the head, and after it."""
     body = completion(stream=True)
-    link, backend, task = connect(tokenizer, slow(60.0), settings_of(BEAT_S * 3), "/v1/completions", body)
-    await asyncio.sleep(BEAT_S * patience)
-    assert backend.requests
+    link, backend, task = connect(tokenizer, slow(60.0), settings_of(heartbeat_s), "/v1/completions", body)
+    await until(lambda: bool(backend.requests and (link.sent or heartbeat_s > 1)), "no request, or no head")
+    assert bool(link.sent) == (heartbeat_s < 1)
     link.leave()
-    await asyncio.wait_for(backend.closed.wait(), 1)
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(backend.closed.wait(), 10)
+    await asyncio.wait_for(task, 10)
 
 
 async def test_a_connection_that_breaks_at_the_head_frees_its_place(tokenizer: Tokenizer) -> None:
@@ -138,8 +145,8 @@ async def test_a_connection_that_breaks_at_the_head_frees_its_place(tokenizer: T
         tokenizer, slow(60.0), settings_of(BEAT_S), "/v1/completions", completion(stream=True)
     )
     link.broken = True
-    await asyncio.wait_for(backend.closed.wait(), 2)
-    await asyncio.wait_for(task, 1)
+    await asyncio.wait_for(backend.closed.wait(), 10)
+    await asyncio.wait_for(task, 10)
 
 
 async def test_a_whole_reply_has_one_status_and_no_comments(tokenizer: Tokenizer) -> None:

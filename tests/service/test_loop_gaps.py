@@ -24,7 +24,7 @@ from tests.service.scripted import MODEL, SETTINGS, Scripted, chat, completion, 
 
 BOUND_S = 0.05
 LISTS = MAX_PARTS // 2
-SIZE, TRIES = 300_000, 10
+SIZE, TRIES = 300_000, 5
 HOSTILE = {name: (path, body) for name, path, body in bodies(MODEL, SIZE)}
 SMALL = {name: (path, body) for name, path, body in bodies(MODEL, json_bodies.LARGE_BYTES - 1000)}
 
@@ -64,25 +64,25 @@ async def sent(
         return await longest_gap(http.post(path, content=pieces(), headers=headers))
 
 
-async def least_gap(tokenizer: Tokenizer, path: str, body: bytes) -> float:
-    """Of some tries: the machine may be busy. Every one is answered, and by nothing worse than a refusal."""
-    least = float("inf")
-    for _ in range(TRIES):
+async def usual_gap(tokenizer: Tokenizer, path: str, body: bytes) -> float:
+    """The median of some tries: the machine may be busy. Every one is answered, and by nothing worse than a
+    refusal. Ends early when the median is known to be below the bound."""
+    gaps: list[float] = []
+    while len(gaps) < TRIES and sum(gap < BOUND_S for gap in gaps) <= TRIES // 2:
         gap, reply = await sent(tokenizer, path, body)
         assert reply.status_code in (200, 400, 413), reply.text
-        if (least := min(least, gap)) < BOUND_S:
-            break
-    return least
+        gaps.append(gap)
+    return sorted(gaps)[len(gaps) // 2]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_no_body_blocks_the_loop(tokenizer: Tokenizer, name: str) -> None:
-    assert await least_gap(tokenizer, *HOSTILE[name]) < BOUND_S
+    assert await usual_gap(tokenizer, *HOSTILE[name]) < BOUND_S
 
 
 async def test_nor_does_one_that_is_read_on_the_loop(tokenizer: Tokenizer) -> None:
     """Just short enough."""
-    assert {n: g for n, b in SMALL.items() if (g := await least_gap(tokenizer, *b)) >= BOUND_S} == {}
+    assert {n: g for n, b in SMALL.items() if (g := await usual_gap(tokenizer, *b)) >= BOUND_S} == {}
 
 
 async def test_control_on_the_loop_they_do(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ async def test_a_wrong_body_costs_a_few_errors(
         path = "/v1/chat/completions" if kind is ChatBody else "/v1/completions"
         assert_error(await http.post(path, content=text, headers=JSON), 400, param)
         assert backend.requests == []
-    assert peak() < 40 * len(text) + (4 << 20)
+    assert peak() < 40 * len(text) + (8 << 20)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ async def test_a_wrong_body_of_the_small_endpoints(
 ) -> None:
     async with client(tokenizer) as (http, _):
         assert_error(await http.post(path, content=json.dumps(body), headers=JSON), 400, param)
-    assert peak() < 40 * len(json.dumps(body)) + (4 << 20)
+    assert peak() < 40 * len(json.dumps(body)) + (8 << 20)
 
 
 async def test_as_much_as_is_allowed(tokenizer: Tokenizer) -> None:
