@@ -30,6 +30,7 @@ PROMPTS = ("Why is the sky blue?", "Explain recursion to a ten-year-old.", "Writ
 GREEDY = SamplingParams()
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 slow = pytest.mark.slow
+QUICK = (("greedy", 0), ("seeded", 5))
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 MakeEngine = Callable[[float], AnyEngine]
 
@@ -141,8 +142,14 @@ def differing(lab: Lab, got: Sequence[Answer], sampling: SamplingParams) -> int:
     return sum(a != lab.oracle(p, sampling) for a, p in zip(got, PROMPTS, strict=True))
 
 
-@pytest.mark.parametrize("load", [pytest.param(0, marks=slow), 5, pytest.param(16, marks=slow)])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("sampling", "load"),
+    [
+        pytest.param(sampling, load, id=f"{name}-{load}", marks=[] if (name, load) in QUICK else slow)
+        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED))
+        for load in (0, 5, 16)
+    ],
+)
 def test_equals_the_oracle_at_every_load(
     lab: Lab, make_engine: MakeEngine, sampling: SamplingParams, load: int
 ) -> None:

@@ -63,6 +63,7 @@ def our_hidden(model: LoadedModel, tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["ours", "theirs"])
 def test_logits_of_two_thousand_positions(
     table: str,
