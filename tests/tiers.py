@@ -222,7 +222,7 @@ def tell(tiers: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """The command line."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # a shell starts what it puts into the background with SIGINT ignored, and so would be what tests interrupt
+    # what a shell puts into the background ignores SIGINT, and what tests start and interrupt would too
     signal.signal(signal.SIGINT, signal.default_int_handler)
     tier, *rest = arguments
     return tell(rest) if tier == "told" else run(tier, rest)
