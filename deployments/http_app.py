@@ -35,13 +35,14 @@ from deployments.translate import plan
 from llm42 import __version__
 from llm42.config import Settings
 from llm42.metrics import Metrics, NullMetrics
-from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window
+from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window, across_releases
 from llm42.receipt import Keyring
 from llm42.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Status:
     """What a fast-path replica knows: its own engine, and the verifiers it can reach."""

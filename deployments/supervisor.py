@@ -30,6 +30,7 @@ from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
 from llm42.logs import configure, event
+from llm42.protocol import across_releases
 
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
@@ -47,6 +48,7 @@ CONDEMNED_PAUSE_S = 10.0
 """A condemned verifier is created anew after this time, doubled with each further one of its name."""
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class MemberInfo:
     """One verifier as published. `actor_id` changes when the actor is created anew under its name."""
@@ -58,6 +60,7 @@ class MemberInfo:
     """Seconds, at most, since the verifier was as `status` says."""
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Membership:
     """Who is there. Members with another fingerprint than the pool's have the state "mixed"."""

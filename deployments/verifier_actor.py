@@ -17,7 +17,7 @@ from llm42.logs import configure, event
 from llm42.metrics import Scope
 from llm42.models.errors import ModelFileError
 from llm42.observe import VerifierReport
-from llm42.protocol import Commit, Failure, VerifierUnavailable, Window
+from llm42.protocol import Commit, Failure, VerifierUnavailable, Window, across_releases
 from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.core import Verifier
 from llm42.verifier.golden import golden_answers
@@ -32,6 +32,7 @@ RETRY_S, RETRY_MAX_S = 5.0, 60.0
 State = Literal["starting", "ready", "failed", "mixed"]
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class VerifierStatus:
     """What an actor says of itself. `detail`: what it is doing, or why certification failed."""

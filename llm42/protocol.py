@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def across_releases(kind: type[T]) -> type[T]:
+    """A slotted dataclass that is read as an older or a newer release pickled it, with fields added at the
+    end: missing ones have their defaults, unknown ones are left out. What is deterministic is not answered by
+    two releases at all (VersionSkew)."""
+
+    def restore(message: Any, state: Any) -> None:
+        known: Any = fields(message)
+        if not isinstance(state, tuple):  # a frozen one is a list of values
+            state = None, dict(zip((f.name for f in known), state, strict=False))
+        for f in known:
+            value = state[1].get(f.name, f.default)
+            if value is MISSING:
+                raise VersionSkew(f"a {kind.__name__} of another release came without {f.name}")
+            object.__setattr__(message, f.name, value)
+
+    # set afterwards: the dataclass decorator would put its own in the place of an inherited one
+    kind.__setstate__ = restore  # type: ignore[attr-defined]
+    return kind
 
 
 class FinishReason(StrEnum):
@@ -15,6 +37,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is drawn from the logits (docs/determinism.md, "Sampling").
@@ -42,6 +65,7 @@ class SamplingParams:
         return all(0 <= i < vocab_size for i in named)
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Request:
     """One generation request, tokenised and validated."""
@@ -77,6 +101,7 @@ class Request:
     """Caches of prompts are shared among requests with the same salt only. It cannot change a token."""
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Natural-log probability of `token` under the raw logits, and the most likely alternatives, best
@@ -87,6 +112,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Window:
     """Candidates of one request to be verified: `candidates[i]` was proposed for position `len(tokens) +
@@ -104,6 +130,7 @@ class Window:
     """As the request's."""
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class VerifyTimings:
     """Where a window's time went (seconds), and how many rows were computed and how many came from the
@@ -115,6 +142,7 @@ class VerifyTimings:
     cached_rows: int = 0
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Commit:
     """The verifier's answer: `accepted` candidates stand, then comes `next_token` (correction or bonus).
@@ -131,6 +159,7 @@ class Commit:
     timings: VerifyTimings = VerifyTimings()
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The verifier cannot answer this window, ever (too long, NaN logits): the request ends with this
@@ -141,6 +170,7 @@ class Failure:
     message: str
 
 
+@across_releases
 @dataclass(slots=True)
 class RequestStats:
     """What a request cost; returned as the `llm42` object of a reply."""
@@ -157,6 +187,7 @@ class RequestStats:
     """How often another replica went on with the request."""
 
 
+@across_releases
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of output ready for the client: committed tokens only when the request is deterministic."""

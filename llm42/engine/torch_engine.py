@@ -123,7 +123,10 @@ class TorchEngine:
                 self._report(each, error=SAME_ID)
             return
         self._requests[request_id] = running
-        self._wait(running, last=True)
+        try:
+            self._wait(running, last=True)
+        except Exception as error:
+            self._fail(running, error)
 
     def _wait(self, running: Running, last: bool) -> None:
         """Queues by priority; among equals at the end, or in front after a preemption."""
@@ -174,9 +177,10 @@ class TorchEngine:
 
     def _free(self, running: Running) -> None:
         """Gives the blocks back; what was completely written stays findable as a prefix."""
-        salt = running.request.cache_salt
-        self._pool.publish_prefix(running.tokens, running.blocks, running.keys, running.computed, salt)
-        self._pool.release(running.blocks)
+        if running.blocks:  # else the request may not have been read yet, and be at fault
+            salt = running.request.cache_salt
+            self._pool.publish_prefix(running.tokens, running.blocks, running.keys, running.computed, salt)
+            self._pool.release(running.blocks)
         running.blocks, running.keys, running.computed = [], [], 0
 
     # ---- the loop
@@ -258,8 +262,13 @@ class TorchEngine:
     def _schedule(self) -> tuple[list[Running], list[tuple[Running, int]]]:
         """Decode rows of everyone who may go on, then prompt chunks up to the budget, oldest first."""
         while self._waiting and len(self._running) < self.settings.max_batch:
-            if not self._admit(self._waiting[0]):
-                break
+            first = self._waiting[0]
+            try:
+                if not self._admit(first):
+                    break
+            except Exception as error:  # what is wrong with one must not end its companions
+                self._fail(first, error)
+                continue
             self._running.append(self._waiting.pop(0))
         decode: list[Running] = []
         prefill: list[tuple[Running, int]] = []

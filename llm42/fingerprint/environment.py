@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 from llm42.fingerprint.digests import digest
+from llm42.linked import find
 from llm42.protocol import LLM42Error
 
 PREFIXES = (
@@ -39,34 +41,57 @@ HARMLESS = {
     "NVIDIA_CPU_ONLY": "a note of an image's start script",
     "NVIDIA_BUILD_*": "the name of an image's build",
     "NVIDIA_PRODUCT_NAME": "likewise",
-    "NVIDIA_*_VERSION": "a version in an image's name; those in use are in libraries and loaded",
-    "CUBLAS*_VERSION": "likewise",
+    "NVIDIA_PYTORCH_VERSION": "a version in an image's name; those in use are in libraries and loaded",
+    "NVIDIA_CUDA_VERSION": "likewise",
+    "NVIDIA_TRITON_SERVER_VERSION": "likewise",
+    "CUBLAS_VERSION": "likewise",
+    "CUBLASLT_VERSION": "likewise",
+    "CUBLASMP_VERSION": "likewise",
     "CUDA_VERSION": "likewise",
     "CUDA_DRIVER_VERSION": "likewise",
     "PYTORCH_VERSION": "likewise",
     "PYTORCH_BUILD_*": "likewise",
     "TORCH_CUDA_ARCH_LIST": "read when extensions are compiled",
     "TORCH_NVCC_FLAGS": "likewise",
-    "*_API_KEY": "a credential",
+    "*_API_KEY": "a credential: not even its hash may be in a public manifest",
     "*_TOKEN": "likewise",
-    "*_SECRET*": "likewise",
-    "*_PASSWORD*": "likewise",
+    "*_SECRET": "likewise",
+    "*_PASSWORD": "likewise",
     # folders and caches
-    "*_HOME": "a folder",
-    "*_CACHE_DIR": "a folder; what is kept there has a key of its content",
+    "CUDA_HOME": "a folder",
+    "TORCH_HOME": "a folder",
+    "TRITON_HOME": "a folder",
+    "TRITON_CACHE_DIR": "a folder; what is kept there has a key of its content",
     "CUDA_CACHE_*": "likewise",
     "CUDA_PATH": "a folder",
     "CUDA_MPS_*_DIRECTORY": "a folder",
     "TORCH_EXTENSIONS_DIR": "a folder",
     # tools and libraries by path
-    "TRITON_*_PATH": "the compiler and library in use are in the field loaded",
+    "TRITON_PTXAS_PATH": "the compiler and library in use are in the field loaded",
+    "TRITON_PTXAS_BLACKWELL_PATH": "likewise",
+    "TRITON_LIBDEVICE_PATH": "likewise",
+    "TRITON_LIBCUDA_PATH": "likewise",
+    "TRITON_CUOBJDUMP_PATH": "a tool that shows code",
+    "TRITON_NVDISASM_PATH": "a tool that shows code",
+    "TRITON_CUPTI_LIB_PATH": "the library of a profiler",
     # what is said
-    "*_VERBOSE*": "a log",
-    "*_LOGLEVEL*": "a log",
-    "*_LOG_LEVEL": "a log",
-    "*_LOGINFO*": "a log",
-    "*_LOGDEST*": "a log",
-    "TORCH_LOGS*": "a log",
+    "MKL_VERBOSE": "a log",
+    "MKL_VERBOSE_OUTPUT_FILE": "a log",
+    "DNNL_VERBOSE": "a log",
+    "DNNL_VERBOSE_TIMESTAMP": "a log",
+    "ONEDNN_VERBOSE": "a log",
+    "ONEDNN_VERBOSE_TIMESTAMP": "a log",
+    "OPENBLAS_VERBOSE": "a log",
+    "CUBLAS_LOGINFO_DBG": "a log",
+    "CUBLAS_LOGDEST_DBG": "a log",
+    "CUBLASLT_LOG_LEVEL": "a log",
+    "CUBLASLT_LOG_MASK": "a log",
+    "CUBLASLT_LOG_FILE": "a log",
+    "PYTORCH_JIT_LOG_LEVEL": "a log",
+    "TORCH_CPP_LOG_LEVEL": "a log",
+    "TORCH_LOGS": "a log",
+    "TORCH_LOGS_FORMAT": "a log",
+    "TORCH_LOGS_OUT": "a log",
     "TORCH_TRACE": "a log",
     "TORCH_SHOW_*": "a log",
     "TORCH_*ADDR2LINE*": "a log",
@@ -80,8 +105,10 @@ HARMLESS = {
     "KMP_VERSION": "a log",
     "KMP_WARNINGS": "a log",
     "FBGEMM_STATS_*": "a log",
-    "*_JIT_DUMP": "a dump of generated code",
-    "*_JIT_PROFILE": "a mark for profilers",
+    "DNNL_JIT_DUMP": "a dump of generated code",
+    "ONEDNN_JIT_DUMP": "likewise",
+    "DNNL_JIT_PROFILE": "a mark for profilers",
+    "ONEDNN_JIT_PROFILE": "likewise",
     "TRITON_DUMP_*": "a dump of generated code",
     "TRITON_KERNEL_DUMP": "likewise",
     "NVPTX_ENABLE_DUMP": "likewise",
@@ -95,7 +122,7 @@ HARMLESS = {
     "OMP_THREAD_LIMIT": "likewise",
     "OMP_DYNAMIC": "switched off on the thread that computes; device.threads is how many run",
     "MKL_NUM_THREADS": "set by torch on the thread that computes",
-    "OPENBLAS_NUM_THREADS": "follows OpenMP's number",
+    "OPENBLAS_NUM_THREADS": "OpenBLAS follows OpenMP's number, or the variable counts (_OPENBLAS_THREADS)",
     "GOTO_NUM_THREADS": "likewise",
     "BLIS_NUM_THREADS": "likewise",
     "VECLIB_MAXIMUM_THREADS": "likewise",
@@ -110,7 +137,10 @@ HARMLESS = {
     "GOMP_SPINCOUNT": "likewise",
     "KMP_BLOCKTIME": "likewise",
     "KMP_TPAUSE": "likewise",
-    "*_STACKSIZE": "a thread's stack",
+    "OMP_STACKSIZE": "a thread's stack",
+    "GOMP_STACKSIZE": "likewise",
+    "KMP_STACKSIZE": "likewise",
+    "KMP_MONITOR_STACKSIZE": "likewise",
     "KMP_DUPLICATE_LIB_OK": "whether a second OpenMP is an error; the one in use is in loaded",
     # when and where, not what
     "CUDA_LAUNCH_BLOCKING": "whether a launch is waited for",
@@ -140,6 +170,9 @@ SHOWN = (
 )  # fmt: skip
 """Variables whose values the manifest shows; of others it has a hash."""
 
+_OPENBLAS_THREADS = ("GOTO_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""How many threads an OpenBLAS has that makes its own: nothing else says so, and it divides sums by them."""
+
 _READ_BY_THE_LINKER = ("GLIBC_TUNABLES", "LD_AUDIT", "LD_PRELOAD")
 
 
@@ -156,8 +189,19 @@ def steering_variables(kind: str, environ: Mapping[str, str] | None = None) -> d
     found = _of_this_process() if environ is None else environ
     prefixes = PREFIXES + (CUDA_PREFIXES if kind == "cuda" else ())
     names = (name for name in sorted(found) if name.startswith(prefixes) and found[name])
-    kept = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in HARMLESS)]
+    counted = _OPENBLAS_THREADS if _openblas_has_threads() else ()
+    kept = [n for n in names if n in counted or not any(fnmatchcase(n, pattern) for pattern in HARMLESS)]
     return {name: found[name] if name in SHOWN else f"sha256:{digest(found[name])}" for name in kept}
+
+
+@cache
+def _openblas_has_threads() -> bool:
+    """Whether torch calls an OpenBLAS that makes threads of its own, instead of none or OpenMP's."""
+    import torch
+
+    library = str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    function = find(("openblas_get_parallel",), library)
+    return function is not None and function() not in (0, 2)
 
 
 def _of_this_process() -> dict[str, str]:

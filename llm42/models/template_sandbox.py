@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+import pprint
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -19,8 +20,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_join, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 
@@ -30,7 +32,7 @@ _RANDOM: tuple[tuple[type[nodes.Node], str, str], ...] = (
     (nodes.Filter, "random", "a filter that picks at random"),
 )
 _TEXT_FILTERS = (
-    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "pprint", "replace",
+    "capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace",
     "safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount",
     "wordwrap", "xmlattr",
 )  # fmt: skip
@@ -56,7 +58,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         for name in _TEXT_FILTERS:
             self.filters[name] = _checked(self.filters[name])
-        self.filters |= {"join": _join, "tojson": _tojson, _PRINTED: require_plain}
+        self.filters |= {"join": _join, "pprint": _pprint, "tojson": _tojson, _PRINTED: require_plain}
         self.tests["sameas"] = _same_constant
         self.globals["raise_exception"] = _raise_exception
         del self.globals["lipsum"], self.filters["random"]
@@ -78,17 +80,58 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`text % values` prints the values; a difference of dictionary views is a set."""
-        if operator == "%" and isinstance(left, str):
+        if operator == "%" and isinstance(left, (str, bytes)):
             require_plain(right)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, (set, frozenset)):
             raise Unrepeatable("it makes a set, which has another order in each process")
         return result
 
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Methods of text that is marked safe make text of whatever they are given."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, str) or (isinstance(owner, type) and issubclass(owner, str)):
+            if getattr(obj, "__name__", "") == "join" and len(args) == 1:
+                args = ([*args[0]],)  # what a generator yields can be looked at once only
+            require_plain([*args, *kwargs.values()])
+        return super().call(context, obj, *args, **kwargs)
+
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`text.format(values)` prints them too."""
-        made = super().wrap_str_format(value)
-        return None if made is None else _checked(made)
+        """`text.format(values)` prints what its fields name, which may be an attribute of a value."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text: str = value.__self__
+        if isinstance(text, Markup):
+            made: _Formatter = _EscapeFormatter(self, escape=text.escape)
+        else:
+            made = _Formatter(self)
+
+        def call(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                if kwargs or len(args) != 1:
+                    raise TypeError("format_map() takes one mapping")
+                return type(text)(made.vformat(text, (), args[0]))
+            return type(text)(made.vformat(text, args, kwargs))
+
+        return functools.update_wrapper(call, value)
+
+
+class _Formatter(SandboxedFormatter):
+    """Looks at each value as it is printed, after the field's attributes and keys are followed."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """`!r` and `!s` print, too."""
+        return super().convert_field(require_plain(value), conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """Raises Unrepeatable for the type `n`, which separates digits as the process's locale does."""
+        if format_spec.endswith("n") and isinstance(value, (int, float)):
+            raise Unrepeatable("it formats a number by the locale of the process ({:n}); {:,} does not")
+        return super().format_field(require_plain(value), format_spec)
+
+
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """The same for text that is marked safe."""
 
 
 def require_plain(value: Any) -> Any:
@@ -165,8 +208,25 @@ def _join(
     eval_ctx: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None
 ) -> str:
     items = map(make_attrgetter(eval_ctx.environment, attribute), value) if attribute is not None else value
-    joined: str = do_join(eval_ctx, require_plain(list(items)), d)
+    joined: str = do_join(eval_ctx, require_plain(list(items)), require_plain(d))
     return joined
+
+
+def _pprint(value: Any) -> str:
+    if any(isinstance(key, tuple) for key in _keys(require_plain(value))):
+        raise Unrepeatable("it sorts keys that are lists, which may be done by their addresses (pprint)")
+    return pprint.pformat(value)
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    """The keys of all dictionaries in a plain value."""
+    if isinstance(value, dict):
+        yield from value
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return
+    for item in value:
+        yield from _keys(item)
 
 
 @pass_environment
@@ -178,7 +238,7 @@ def _same_constant(environment: jinja2.Environment, value: Any, other: Any) -> b
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(require_plain(message))
 
 
 def _tojson(

@@ -97,7 +97,13 @@ def build_verifier(
     settings = _observed(settings, model)
     certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
     progress("known answers")
-    verifier = _that_answers_as_known(settings, model, certificate)
+    try:
+        verifier = _that_answers_as_known(settings, model, certificate)
+    except Exception:
+        if not certificate.cached:
+            raise
+        log.warning("the kept certificate cannot be used", exc_info=True)  # its file may be damaged
+        verifier = None
     if verifier is None and certificate.cached:
         log.warning("the known answers kept with the certificate do not come out here: certifying anew")
         certificate = certificate_for(settings, model, tokenizer, progress=progress, fresh=True)

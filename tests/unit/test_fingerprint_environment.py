@@ -133,6 +133,15 @@ def test_processes(tmp_path: Path) -> None:
         ("TRITON_DEFAULT_FP_FUSION", False),
         ("TRITON_OVERRIDE_ARCH", False),
         ("TRITON_A_NEW_KNOB", False),
+        ("TRITON_PASS_PLUGIN_PATH", False),
+        ("NVIDIA_A_NEW_VERSION", False),
+        ("MKL_VERBOSE_KERNELS", True),
+        ("TORCH_SECRET_FAST_PATH", True),
+        ("TORCH_PASSWORDLESS", True),
+        ("ONEDNN_A_NEW_CACHE_DIR", True),
+        ("TORCH_A_NEW_HOME", True),
+        ("MKL_A_NEW_STACKSIZE", True),
+        ("ONEDNN_A_NEW_LOG_LEVEL", True),
     ],
 )
 def test_what_may_steer_is_in_it(name: str, on_cpu: bool) -> None:
@@ -157,6 +166,26 @@ def test_what_may_steer_is_in_it(name: str, on_cpu: bool) -> None:
 def test_what_is_harmless_is_not(name: str) -> None:
     for kind in ("cpu", "cuda"):
         assert steering_variables(kind, {name: "1"}) == {}
+
+
+@pytest.mark.parametrize(("built", "counts"), [(None, False), (0, False), (1, True), (2, False), (7, True)])
+def test_threads_of_an_openblas(built: int | None, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """built: what openblas_get_parallel says (0: no threads, 1: its own, 2: OpenMP's); None: there is none."""
+    asked = []
+
+    def find(symbols: tuple[str, ...], library: str) -> Any:
+        asked.append((*symbols, Path(library).name))
+        return None if built is None else lambda: built
+
+    monkeypatch.setattr(environment, "find", find)
+    environment._openblas_has_threads.cache_clear()
+    try:
+        for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
+            assert (name in steering_variables("cpu", {name: "3"})) == counts
+        assert steering_variables("cpu", {"MKL_NUM_THREADS": "3"}) == {}
+    finally:
+        environment._openblas_has_threads.cache_clear()
+    assert asked == [("openblas_get_parallel", "libtorch_cpu.so")]
 
 
 def test_the_harmless_have_reasons_and_none_is_shown() -> None:

@@ -220,6 +220,40 @@ def test_a_damaged_certificate_is_made_anew(
     assert json.loads(file.read_text())["golden"]["digest"] == certificate.golden.digest
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"providers": {"linear": "gone"}},
+        {"providers": {"attention": 5}},
+        {"buckets": ["8"]},
+        {"providers": []},
+    ],
+    ids=str,
+)
+def test_a_certificate_that_cannot_be_run_is_made_anew(
+    kept: Settings,
+    loaded: tuple[LoadedModel, Tokenizer],
+    damage: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    certificate = certificate_for(kept, *loaded)
+    (file,) = Path(kept.verifier.certificate_dir or "").glob("*.certificate")
+    data = json.loads(file.read_text())
+    for name, value in damage.items():
+        data[name] = data[name] | value if isinstance(value, dict) else value
+    file.write_text(json.dumps(data))
+    verifier = build_verifier(kept, *loaded)
+    assert verifier.manifest["providers"] == certificate.providers
+    assert "the kept certificate cannot be used" in caplog.text
+    caplog.clear()
+    assert build_verifier(kept, *loaded).fingerprint == verifier.fingerprint
+    assert not caplog.records, "it is healed"
+    if damage == {"providers": {"linear": "gone"}}:  # one that is not kept has no second try
+        broken = replace(certificate, providers=certificate.providers | {"linear": "gone"}, cached=False)
+        with pytest.raises(KeyError):
+            build_verifier(kept, *loaded, broken)
+
+
 def test_sizes_are_reference_last() -> None:
     for kind, sizes in PROVIDER_ROWS.items():
         assert sizes[-1] == REFERENCE_ROWS[kind]

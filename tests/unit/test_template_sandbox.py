@@ -56,6 +56,46 @@ def render(source: str, **variables: Any) -> str:
         "{{ '{a}'.format(a=tools[0].items) }}",
         "{{ '{a}'.format_map({'a': tools[0].items}) }}",
         "{% set text %}{{ tools[0].items }}{% endset %}{{ text }}",
+        "{{ '{0.items}'.format(tools[0]) }}",
+        "{{ '{0[a].items}'.format({'a': tools[0]}) }}",
+        "{{ '{a.items}'.format_map({'a': tools[0]}) }}",
+        "{{ '{0.items!r:>9}'.format(tools[0]) }}",
+        "{{ ('{0.items}'|safe).format(tools[0]) }}",
+        "{{ ('{a.items}'|safe).format_map({'a': tools[0]}) }}",
+        "{{ ('{:{}}'|safe).format('a', tools[0].items) }}",
+        "{{ (['{0.items}'] | map(attribute='format') | first)(tools[0]) }}",
+        "{{ ('{0.items}' | attr('format'))(tools[0]) }}",
+        "{{ '{0.format}'.format('a') }}",
+        "{{ (''|safe).join([tools[0].items]) }}",
+        "{{ (''|safe).join(tools | map(attribute='items')) }}",
+        "{{ (''|safe).join([messages | map('upper')]) }}",
+        "{{ (''|safe).join([tools[0].keys()]) }}",
+        "{{ ('a'|safe).replace('a', tools[0].items) }}",
+        "{{ ('a'|safe).replace('a', messages | select) }}",
+        "{{ ('a'|safe).center(9, tools[0].items) }}",
+        "{{ ('a'|safe).escape(tools[0].items) }}",
+        "{{ ('%s'|safe) % tools[0].items }}",
+        "{{ ('%s'|safe) % (tools[0].items,) }}",
+        "{{ ('%(a)s'|safe) % {'a': tools[0].items} }}",
+        "{{ ('%a'.encode() % tools[0].items).decode() }}",
+        "{{ '%s' | format(namespace(a=1)) }}",
+        "{{ '%(a)s' | format(a=tools[0].items) }}",
+        "{{ [1, 2] | join(tools[0].items) }}",
+        "{{ [tools[0].items] | list | string }}",
+        "{{ tools[0].items | pprint }}",
+        "{{ tools[0].items | urlize }}",
+        "{{ 'https://a.b' | urlize(target=tools[0].items) }}",
+        "{{ {'a': tools[0].items} | xmlattr }}",
+        "{{ tools[0].items | e }}",
+        "{{ tools[0].items | forceescape }}",
+        "{{ 'a' | replace('a', tools[0].items) }}",
+        "{{ tools[0].items | wordwrap }}",
+        "{{ 'a b' | wordwrap(1, wrapstring=tools[0].items) }}",
+        "{{ 'a' | indent(tools[0].items) }}",
+        "{{ 'abcdefghijkl' | truncate(3, end=tools[0].items) }}",
+        "{{ [tools[0].values()] }}",
+        "{{ tools | rejectattr('absent') | string }}",
+        "{{ raise_exception(tools[0].items) }}",
     ],
 )
 def test_printing_an_object_is_refused(source: str) -> None:
@@ -75,6 +115,31 @@ def test_a_method_is_named() -> None:
 def test_the_order_of_a_set_is_refused() -> None:
     with pytest.raises(RequestRejected, match="makes a set"):
         render("{% for k in tools[0].keys() - [] %}{{ k }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ '{:n}'.format(1234) }}", "{{ '{0:>12n}'.format(1.5) }}", "{{ ('{a:{b}}').format(a=1, b='n') }}"],
+)
+def test_numbers_by_the_locale_are_refused(source: str) -> None:
+    with pytest.raises(RequestRejected, match=r"not reproducible.*locale"):
+        render(source)
+
+
+def test_keys_that_are_sorted_by_address_are_refused() -> None:
+    with pytest.raises(RequestRejected, match=r"not reproducible.*pprint"):
+        render("{{ [{(1, 'a'): 1, ('a', 1): 2}] | pprint }}")
+    assert render("{{ [{'b': 1, 'a': (2, 3)}] | pprint }}") == "[{'a': (2, 3), 'b': 1}]"
+
+
+def test_what_is_formatted_is_what_is_looked_at() -> None:
+    source = (
+        "{{ '{0[name]}|{1:,}|{a!r:>4}|{2.a}'.format(tools[0], 1234, namespace(a=1), a='x') }}"
+        "|{{ ('{}<'|safe).format('<') }}|{{ '{a}'.format_map({'a': 2}) }}|{{ '{:>{}}'.format('n', 3) }}"
+        "|{{ ('+'|safe).join(messages | map(attribute='role')) }}|{{ ','.join({'a': 1}.keys()) }}"
+        "|{{ ('a'|safe).replace('a', '<') }}"
+    )
+    assert render(source, tools=[{"name": "f"}]) == "f|1,234| 'x'|1|&lt;<|2|  n|user|a|&lt;"
 
 
 def test_identity_of_values_is_refused() -> None:
