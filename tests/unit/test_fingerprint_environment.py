@@ -170,7 +170,7 @@ def test_what_is_harmless_is_not(name: str) -> None:
 
 @pytest.mark.parametrize(("built", "counts"), [(None, False), (0, False), (1, True), (2, False), (7, True)])
 def test_threads_of_an_openblas(built: int | None, counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """built: what openblas_get_parallel says (0: no threads, 1: its own, 2: OpenMP's); None: there is none."""
+    """built: what openblas_get_parallel says (0: no threads, 1: its own, 2: OpenMP's); None: no OpenBLAS."""
     asked = []
 
     def find(symbols: tuple[str, ...], library: str) -> Any:
