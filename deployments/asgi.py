@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -67,7 +68,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._most[0].get(scope["path"], self._most[1])
+        most = self._most[0].get(get_route_path(scope), self._most[1])
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
             await self._answers.from_exception(errors.BodyTooLarge(_too_long(most)))(scope, receive, send)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -38,7 +39,7 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "path": self._own_path(scope["path"])}
+        scope = {**scope, "path": self._own_path(scope)}
         method = scope["method"]
         if method == "HEAD" and self._takes(scope, "GET"):
             await self._app({**scope, "method": "GET"}, receive, _without_body(send))
@@ -47,11 +48,20 @@ class Front:
         refusal = refusal or self._encoded(scope)
         await (refusal or self._app)(scope, receive, send)
 
-    def _own_path(self, path: str) -> str:
-        parts = list(filter(None, path.split("/")))
-        if parts[: len(self._root)] == self._root:
-            parts = parts[len(self._root) :]
-        return "/" + "/".join(parts)
+    def _own_path(self, scope: Scope) -> str:
+        """Without `server.root_path`, unless the path with it is one of the API: under /v1 only /v1/... may
+        be published. What the server itself has put in front (a route prefix) stays there."""
+        path: str = scope["path"]
+        own = get_route_path(scope)
+        front = path[: len(path) - len(own)]
+        parts = list(filter(None, own.split("/")))
+        whole = front + "/" + "/".join(parts)
+        if not self._root or parts[: len(self._root)] != self._root or self._known({**scope, "path": whole}):
+            return whole
+        return front + "/" + "/".join(parts[len(self._root) :])
+
+    def _known(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] != Match.NONE for route in self._routes)
 
     def _takes(self, scope: Scope, method: str) -> bool:
         asked = {**scope, "method": method}

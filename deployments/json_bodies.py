@@ -1,16 +1,18 @@
 """Request bodies as objects, without keeping the event loop, which all of an ingress's streams share, busy.
 
-A small body is parsed where it arrives. A larger one is parsed and validated in a thread, one at a time. A
+A small body is parsed where it arrives. A larger one is parsed and validated in a thread, one at a time; keys
+take turns, and bodies of the usual lengths do not wait for huge ones. A
 thread alone does not help: the C parser and pydantic hold the interpreter until they return, a list of empty
 lists for seconds. So what looks like many values is read by the standard library's parser in Python, which
-gives way every few milliseconds and stops when there are more parts than any request has; and what pydantic
-would look at one by one is counted before.
+gives way every few milliseconds and stops where there are more parts or values than any request has; and what
+pydantic would look at one by one is counted before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
@@ -22,11 +24,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.openai_types import MAX_PROMPTS
+from deployments.turns import Turns
 from llm42.config import Settings
 from llm42.protocol import RequestRejected
 
 LARGE_BYTES = 32 << 10
 """From here on a body is read in a thread."""
+LONG_BYTES = 256 << 10
+"""From here on it waits in a queue of its own: a few may take a second or more each."""
 MAX_BYTES = 8 << 20
 """Longest body of any request, in bytes; audits may need it."""
 SPARE_BYTES, BYTES_PER_ID, BYTES_PER_CHARACTER = 64 << 10, 8, 6
@@ -42,6 +47,8 @@ MAX_IDS = 1 << 19
 """Token ids in a body, unless one prompt may have more."""
 QUICK_NS = 10_000_000
 """The C parser may take about this long for a body in one go."""
+_IDS = re.compile(r'"(prompt|tokens)"\s*:\s*\[$')
+Scan = Callable[[str, int], tuple[Any, int]]
 
 
 def most_bytes(settings: Settings, longest_token: int) -> int:
@@ -64,16 +71,19 @@ class InvalidBody(ValueError):
 
 
 class BodyReader:
-    """One per application: a large body waits for the one before it."""
+    """One per application: a large body waits for the one before it, a long one for long ones only."""
 
     def __init__(self, settings: Settings) -> None:
         context = settings.model.max_model_len
         self._ids = max(context, min(MAX_PROMPTS * context, MAX_IDS))
-        self._free = asyncio.Lock()
+        self._large, self._long = Turns(), Turns()
 
-    async def read(self, raw: bytes, kind: type[BaseModel], parts: int = MAX_PARTS) -> BaseModel:
-        """The validated body. Raises what json.loads does, InvalidBody and RequestRejected."""
-        async with self._free:
+    async def read(
+        self, raw: bytes, kind: type[BaseModel], parts: int = MAX_PARTS, key: str = ""
+    ) -> BaseModel:
+        """The validated body. key: whose turn it is to be. Raises what json.loads does, InvalidBody and
+        RequestRejected."""
+        async with (self._long if len(raw) >= LONG_BYTES else self._large).turn(key):
             work = asyncio.ensure_future(asyncio.to_thread(self._read, raw, kind, parts))
             try:
                 return await asyncio.shield(work)
@@ -82,7 +92,7 @@ class BodyReader:
                 raise
 
     def _read(self, raw: bytes, kind: type[BaseModel], parts: int) -> BaseModel:
-        value = load(raw, parts)
+        value = load(raw, parts, self._ids + parts)
         try:
             if isinstance(value, dict):
                 self._require_few(value)
@@ -108,38 +118,56 @@ class BodyReader:
                     raise RequestRejected(text, name, "context_length_exceeded")
 
 
-def load(raw: bytes, parts: int = MAX_PARTS) -> Any:
-    """json.loads(raw), in short turns; at most `parts` objects, lists and members. Raises what json.loads
-    does, and RequestRejected."""
+def load(raw: bytes, parts: int = MAX_PARTS, values: int = MAX_IDS) -> Any:
+    """json.loads(raw), in short turns; at most `parts` objects, lists and members, and `values` elements of
+    lists. Raises what json.loads does, and RequestRejected."""
     text = raw.decode(json.detect_encoding(raw), "surrogatepass")
     # what stands in strings counts too: that only chooses the slower way
-    lists, members, values = raw.count(b"[") + raw.count(b"{"), raw.count(b":"), raw.count(b",")
-    if 250 * lists + 150 * members + 50 * values < QUICK_NS and 2 * lists + members <= parts:
+    lists, members, commas = raw.count(b"[") + raw.count(b"{"), raw.count(b":"), raw.count(b",")
+    if 250 * lists + 150 * members + 50 * commas < QUICK_NS and 2 * lists + members <= parts:
         return json.loads(text)
     try:
-        return _Reader(parts).decode(text)
+        return _Reader(parts, values).decode(text)
     except Exception as error:
         # without the frames that hold what was read so far: the garbage collector alone would find that again
         raise error.with_traceback(None) from None
 
 
 class _Reader(json.JSONDecoder):
-    """The standard library's decoder without its C parser, which counts what it makes."""
+    """The standard library's decoder without its C parser, which counts what it makes while it makes it."""
 
-    def __init__(self, parts: int) -> None:
+    def __init__(self, parts: int, values: int) -> None:
         super().__init__()
-        self._most, self._made = parts, 0
+        self._most, self._made, self._most_values, self._values = parts, 0, values, 0
+        self._depth, self._list = 0, ""
+        """Of lists; what stands before the outermost one."""
         self.parse_object, self.parse_array = self._object, self._array
         self.scan_once = py_make_scanner(self)
 
-    def _array(self, *args: Any) -> tuple[list[Any], int]:
-        made: tuple[list[Any], int] = JSONArray(*args)
+    def _array(self, at: tuple[str, int], scan_once: Scan) -> tuple[list[Any], int]:
         self._count(2)
+        if not self._depth:
+            self._list = at[0][max(0, at[1] - 40) : at[1]]
+
+        def element(text: str, position: int) -> tuple[Any, int]:
+            self._values += 1
+            if self._values > self._most_values:
+                raise self._too_many_values()
+            return scan_once(text, position)
+
+        self._depth += 1
+        made: tuple[list[Any], int] = JSONArray(at, element)
+        self._depth -= 1
         return made
 
-    def _object(self, *args: Any) -> tuple[dict[str, Any], int]:
-        made: tuple[dict[str, Any], int] = JSONObject(*args)
-        self._count(1 + len(made[0]))
+    def _object(self, at: tuple[str, int], strict: bool, scan_once: Scan, *args: Any) -> tuple[Any, int]:
+        self._count(1)
+
+        def member(text: str, position: int) -> tuple[Any, int]:
+            self._count(1)
+            return scan_once(text, position)
+
+        made: tuple[dict[str, Any], int] = JSONObject(at, strict, member, *args)
         return made
 
     def _count(self, parts: int) -> None:
@@ -147,6 +175,14 @@ class _Reader(json.JSONDecoder):
         if self._made > self._most:
             text = f"The body has more than {self._most} objects, members of objects and lists (these twice)."
             raise RequestRejected(text, code="body_too_complex")
+
+    def _too_many_values(self) -> RequestRejected:
+        found = _IDS.search(self._list)
+        if found is None:
+            text = f"The lists of the body have more than {self._most_values} elements."
+            return RequestRejected(text, code="body_too_complex")
+        text = f"{found[1]}: more than {self._most_values} token ids are more than one request may hold here."
+        return RequestRejected(text, found[1], "context_length_exceeded")
 
 
 class _BodyRequest(Request):
@@ -161,7 +197,8 @@ class _BodyRequest(Request):
         raw = await self.body()
         if len(raw) < LARGE_BYTES:
             return await super().json()
-        return await self.reader.read(raw, self.kind, self.parts)
+        policy = getattr(self.state, "policy", None)
+        return await self.reader.read(raw, self.kind, self.parts, policy.name if policy else "")
 
 
 def body_route(reader: BodyReader, parts: int = MAX_PARTS) -> type[APIRoute]:

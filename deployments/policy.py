@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -132,7 +133,7 @@ class KeyGate:
         name = ""
         if scope["type"] == "http":
             policy = self._find(Headers(scope=scope).get("authorization", ""))
-            if policy is None and scope["path"] not in OPEN_PATHS:
+            if policy is None and get_route_path(scope) not in OPEN_PATHS:
                 refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
                 await self._answers.from_exception(refusal)(scope, receive, send)
                 return

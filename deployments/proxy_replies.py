@@ -6,6 +6,7 @@ Serve calls `middlewares`: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it (l
 from __future__ import annotations
 
 import json
+import re
 import uuid
 
 from starlette.datastructures import Headers
@@ -24,6 +25,16 @@ _WORDS = {
     503: (503, "No ingress replica can answer now.", "service_unavailable"),
 }
 """Serve's status -> ours: its 404 says that no application is deployed, since ours takes all paths."""
+_OWN_WORDS = {
+    404: re.compile(rb"Path '.*' not found\. Ping http://\.\.\./-/routes for available routes\.", re.DOTALL),
+    408: re.compile(rb"Request \S+ timed out( after \S+s)?\."),
+    429: re.compile(rb"Request dropped due to backpressure \(.*\)\."),
+    500: re.compile(rb"Internal Server Error"),
+    503: re.compile(
+        rb"Request dropped due to backpressure \(.*\)\.|.* is unavailable because it failed to deploy\."
+    ),
+}
+"""What Serve itself says in plain text; another application of the cluster says something else."""
 _LOST = "The answer was broken off; send the request again."
 _BROKEN = (500, "The server failed to answer; its log has the cause.", "internal_error")
 
@@ -34,8 +45,8 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyReplies:
-    """Drops headers that only Serve itself may act on, and turns its plain-text replies, and answers that it
-    breaks off, into error objects and error events."""
+    """Drops headers that only Serve itself may act on, and turns its own plain-text replies, and answers that
+    it breaks off, into error objects and error events."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,6 +68,8 @@ class _Reply:
     def __init__(self, send: Send, request_id: str) -> None:
         self._send, self._id = send, request_id
         self._begun = self._replaced = self._events = self._ended = False
+        self._held: Message | None = None
+        """The start of an error in plain text: its body says whose it is."""
 
     async def take(self, message: Message) -> None:
         """A message of Serve's: passed on, or replaced."""
@@ -65,18 +78,32 @@ class _Reply:
             headers = Headers(raw=message["headers"])
             kind = headers.get("content-type", "").lower()
             self._events = kind.startswith("text/event-stream")
-            if message["status"] >= 400 and kind.startswith("text/plain"):
-                self._replaced = True
-                self._id = headers.get("x-request-id", self._id)
-                await self._error(*_WORDS.get(message["status"], _BROKEN))
+            # an exception in a replica has no content type; an application's framework gives its errors one
+            own = not kind or (kind.startswith("text/plain") and message["status"] != 500)
+            if own and message["status"] in _OWN_WORDS:
+                self._held, self._id = message, headers.get("x-request-id", self._id)
+                return
         elif message["type"] == "http.response.body":
             self._ended = self._ended or not message.get("more_body", False)
+            await self._release(message)
         if not self._replaced:
             await self._send(message)
 
+    async def _release(self, body: Message) -> None:
+        """What was held back, or ours instead. Serve's own replies have one body, and it is whole."""
+        start, self._held = self._held, None
+        if start is None:
+            return
+        status = start["status"]
+        if not body.get("more_body", False) and _OWN_WORDS[status].fullmatch(body.get("body", b"")):
+            self._replaced = True
+            await self._error(*_WORDS.get(status, _BROKEN))
+        else:
+            await self._send(start)
+
     async def end(self) -> None:
         """Serve has said all. A client that has left hears no more."""
-        if not self._begun:
+        if not self._begun or self._held is not None:
             await self._error(*_BROKEN)
         elif self._events and not self._ended:
             error = error_object(_LOST, 503, None, "service_unavailable")

@@ -24,9 +24,9 @@ from llm42.protocol import RequestRejected
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _SPACE = "\u2581"
+"""SentencePiece's spelling of a space."""
 LONG_TEXT = 4096
 """Characters; a shorter text is encoded within a few milliseconds."""
-"""SentencePiece's spelling of a space."""
 
 
 class Tokenizer:

@@ -36,10 +36,11 @@ CUDA_SYMBOLS = {
 def library_versions(kind: str) -> dict[str, str | None]:
     """The installed distributions' versions; None for one that is not installed. kind: `cpu` or `cuda`."""
     names = LIBRARIES + (CUDA_LIBRARIES if kind == "cuda" else ())
-    return {name: _version(name) for name in names}
+    return {name: installed_version(name) for name in names}
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """A distribution's; None: it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

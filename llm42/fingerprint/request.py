@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import platform
 import unicodedata
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm42.config import Settings
 from llm42.fingerprint.digests import digest
+from llm42.fingerprint.libraries import installed_version
 from llm42.fingerprint.source import code_hash
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def process_facts() -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "libc": platform.libc_ver()[0],
         "unicode": unicodedata.unidata_version,
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
     }
 
 
@@ -43,17 +43,10 @@ def request_facts(settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     """
     facts = process_facts() | {"max_model_len": settings.model.max_model_len}
     if Path(settings.model.path).is_file():  # the library makes a tokenizer of a GGUF file's metadata
-        facts["libraries"] |= {"gguf": _version("gguf")}
+        facts["libraries"] |= {"gguf": installed_version("gguf")}
     templates = tokenizer.template_sources
     return facts | {
         "tokenizer": digest([tokenizer.backend.to_str(), tokenizer.special]),
         "end_of_text": list(tokenizer.eos_token_ids),
         "chat_template": digest(templates) if templates else None,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

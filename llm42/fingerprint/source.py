@@ -75,6 +75,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "deployments/skew.py": _REFUSES,
     "deployments/supervisor*.py": _STARTS,
     "deployments/text_routes.py": "ids of texts and texts of ids; no generated output",
+    "deployments/turns.py": "when a body is read, and not what is made of it",
     "deployments/watched.py": _STARTS,
 }
 """Modules (patterns of package/path) that cannot change an output, each with the reason."""

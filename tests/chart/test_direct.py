@@ -101,6 +101,7 @@ def test_a_path_of_the_ingress_is_the_applications_too() -> None:
     rewritten = "annotations: {nginx.ingress.kubernetes.io/rewrite-target: /$2}"
     assert root_path(f"path: '/llm(/|$)(.*)', pathType: ImplementationSpecific, {rewritten}") is None
     assert root_path(f"path: /llm, {rewritten}") == "/llm"
+    assert root_path("path: /v1") == "/v1"
     off = helm.render(values="ingress: {path: /llm}")
     assert "root_path" not in helm.serve_config(off)["applications"][0]["args"]["server"]
 
@@ -118,3 +119,20 @@ async def test_the_application_answers_with_and_without_it(root: str, tiny: Lab)
         assert (await client.get(f"{root}/v1/models")).status_code == 401, "the path is no way around keys"
         for path in ("/other/version", f"{root}x/version", f"{root}{root or '/no'}/version"):
             assert (await client.get(path)).status_code in (401, 404), path
+
+
+async def test_a_path_of_the_api_that_alone_is_published_stays(tiny: Lab) -> None:
+    """`ingress.path: /v1` publishes the OpenAI routes alone; whoever strips it sends what lies behind."""
+    import httpx
+
+    settings = Settings.load({"server": {"root_path": root_path("path: /v1")}})
+    app = create_app(settings, tiny.tokenizer, None)  # type: ignore[arg-type]  # it is not asked here
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as client:
+        models = await client.get("/v1/models")
+        assert models.status_code == 200 and models.json()["object"] == "list"
+        for path in ("/v1/models/", "/v1/v1/models", "//v1//models"):
+            reply = await client.get(f"http://a{path}")
+            assert (reply.status_code, reply.content) == (200, models.content), path
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert (await client.get("/v1/nothing")).status_code == 404
+        assert (await client.get("/v1/version")).json() == (await client.get("/version")).json()

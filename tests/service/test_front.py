@@ -9,12 +9,15 @@ import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
+from deployments.http_app import create_app
+from deployments.json_bodies import most_bytes
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
-from tests.service.scripted import JSON, MODEL, SETTINGS, assert_error, client, completion
+from tests.service.scripted import JSON, MODEL, SETTINGS, Scripted, assert_error, client, completion, hello
 
 GETS = [
     "/health",
@@ -178,3 +181,21 @@ async def test_the_documentation_needs_no_other_host(tokenizer: Tokenizer) -> No
         assert f"<code>{field}</code>" in page.text
     assert "/docs" not in document["paths"]
     assert SETTINGS.model.name not in page.text
+
+
+@pytest.mark.parametrize("root", ["", "/llm"])
+async def test_under_a_route_prefix(tokenizer: Tokenizer, root: str) -> None:
+    """A server that mounts the application puts its prefix in front of the path: which pages need no key, and
+    how long an audit may be, are the same."""
+    app = create_app(settings_of(root_path=root, **KEYED), tokenizer, Scripted(hello))
+    transport = httpx.ASGITransport(app, root_path="/prefix")
+    most = most_bytes(SETTINGS, tokenizer.longest_token)
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://test/prefix{root}") as http:
+        for path in ("version", "version/", "docs", "openapi.json"):
+            assert (await http.get(path)).status_code == 200, path
+        assert (await http.get("v1/models")).status_code == 401
+        assert (await http.get("v1/models", headers=RIGHT)).status_code == 200
+        long = b'{"records": [{}]}' + b" " * most
+        assert (await http.post("v1/audit", content=long, headers={**JSON, **RIGHT})).status_code == 200
+        refused = await http.post("v1/completions", content=long, headers={**JSON, **RIGHT})
+        assert refused.status_code == 413

@@ -125,3 +125,15 @@ async def test_bookkeeping_of_calls_and_tools(tokenizer: Tokenizer) -> None:
         assert len({r.prompt for r in backend.requests}) == 1
         strict = chat(messages=[USER], tools=[tool | {"strict": True}])
         assert_error(await http.post("/v1/chat/completions", json=strict), 400, "tools")
+
+
+async def test_a_key_that_fills_the_context_is_refused_before_it_is_encoded(tokenizer: Tokenizer) -> None:
+    """By its length alone: to encode it would take long."""
+    reads = with_template(tokenizer, READS)
+    thought = REPLY | {"reasoning_content": "a b " * (reads.longest_token * 2048 // 4 + 1)}
+    async with client(reads) as (http, _):
+        for path in ("/v1/chat/completions", "/tokenize"):
+            reply = await http.post(path, json=chat(messages=[USER, thought, USER]))
+            error = assert_error(reply, 400, "messages")
+            assert error["code"] == "context_length_exceeded"
+            assert "characters cannot fit" in error["message"]

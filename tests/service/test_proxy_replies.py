@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.http_util import get_http_response_status
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
 from deployments.proxy_replies import ProxyReplies, middlewares
@@ -47,6 +50,23 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
+PRESSED = BackPressureError(num_queued_requests=7, max_queued_requests=5)
+
+
+def own_words(status: int) -> str:
+    """As the installed Serve says them."""
+    raised: dict[int, BaseException] = {
+        408: TimeoutError(),
+        429: PRESSED,
+        503: DeploymentUnavailableError(DeploymentID(name="Ingress", app_name="llm42")),
+    }
+    if status in raised:
+        return get_http_response_status(raised[status], 2.5, "r-1").message
+    if status == 404:
+        return "Path '/health' not found. Ping http://.../-/routes for available routes."
+    return "Internal Server Error"
+
+
 @pytest.mark.parametrize(
     ("status", "becomes", "code"),
     [
@@ -58,8 +78,9 @@ async def _nothing() -> Message:
     ],
 )
 async def test_serves_own_errors(status: int, becomes: int, code: str) -> None:
-    text = b"Path '/health' not found. Ping http://.../-/routes for available routes."
-    messages = [start(status, "text/plain; charset=utf-8", **{"x-request-id": "theirs"}), body(text)]
+    text = own_words(status).encode()
+    kind = "" if status == 500 else "text/plain; charset=utf-8"
+    messages = [start(status, kind, **{"x-request-id": "theirs"}), body(text)]
     got, headers, reply = await asked(messages)
     error = json.loads(reply)["error"]
     assert (got, error["code"], headers["content-type"]) == (becomes, code, "application/json")
@@ -78,6 +99,16 @@ async def test_what_the_service_says_is_not_touched() -> None:
         status, _, reply = await asked(messages)
         assert status == messages[0]["status"]
         assert reply == b"".join(m["body"] for m in messages[1:])
+
+
+@pytest.mark.parametrize("status", [400, 404, 408, 429, 500, 503])
+async def test_nor_what_another_application_says(status: int) -> None:
+    """In plain text, as many frameworks do; whole or in pieces."""
+    said = start(status, "text/plain; charset=utf-8")
+    for pieces in ([body(b"Internal Server Error")], [body(b"Not ", more=True), body(b"here.")], [body(b"")]):
+        got, headers, reply = await asked([said, *pieces], "/other")
+        assert (got, headers["content-type"]) == (status, "text/plain; charset=utf-8")
+        assert reply == b"".join(p["body"] for p in pieces)
 
 
 async def test_serves_own_paths_are_not_touched() -> None:
