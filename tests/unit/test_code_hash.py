@@ -239,7 +239,7 @@ USED_BY_WHAT_COUNTS = {
     *("deployments/audit_api.py", "deployments/errors.py", "deployments/policy.py"),
     *("deployments/ray_metrics.py", "deployments/supervisor.py", "deployments/supervisor_link.py"),
     *("deployments/skew.py", "deployments/docs_page.py", "deployments/front.py"),
-    "deployments/text_routes.py",
+    *("deployments/text_routes.py", "deployments/turns.py"),
 }
 """What does not count and is imported by what does, the fingerprint itself aside: looked at one by one."""
 

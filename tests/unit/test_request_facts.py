@@ -81,7 +81,7 @@ def test_a_template_of_the_operators_own(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "name", "value"),
     [
-        *((f"libraries.{name}", "_version", name) for name in request.LIBRARIES),
+        *((f"libraries.{name}", "installed_version", name) for name in request.LIBRARIES),
         ("code", "code_hash", None),
         ("unicode", "unicodedata", None),
         ("python", "platform", None),
@@ -90,7 +90,7 @@ def test_a_template_of_the_operators_own(place: Path, tmp_path: Path) -> None:
 def test_the_process(
     place: Path, monkeypatch: pytest.MonkeyPatch, field: str, name: str, value: str | None
 ) -> None:
-    before, real = facts_of(place), request._version
+    before, real = facts_of(place), request.installed_version
     old_names = verifier_names(settings_of(place), "model", 1)
 
     class Other:
@@ -101,7 +101,7 @@ def test_the_process(
         def __getattr__(self, name: str) -> Callable[[], Any]:
             return lambda: {"libc_ver": (before["libc"], "")}.get(name, "other")
 
-    fakes: dict[str, Any] = {"_version": lambda n: "0.0.0" if n == value else real(n)}
+    fakes: dict[str, Any] = {"installed_version": lambda n: "0.0.0" if n == value else real(n)}
     fakes |= {"code_hash": lambda: "other", "unicodedata": Other(), "platform": Other()}
     monkeypatch.setattr(request, name, fakes[name])
     assert list(fp.differing_fields(before, facts_of(place))) == [field]
