@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from deployments.json_bodies import LARGE_BYTES, LONG_BYTES, BodyReader, load
+from deployments.audit_api import AuditBody
+from deployments.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, BodyReader, load
 from deployments.openai_types import MAX_PROMPTS, CompletionBody
 from deployments.turns import Turns
 from llm42.protocol import RequestRejected
@@ -38,6 +39,12 @@ async def test_the_largest_batches_are_read() -> None:
     for prompt in ([[token] * (context - 1)] * MAX_PROMPTS for token in (7, 49_000)):
         made = await reader.read(completion_of(prompt), CompletionBody)
         assert isinstance(made, CompletionBody) and made.prompt == prompt
+
+
+async def test_an_audit_may_have_the_ids_of_many_answers() -> None:
+    raw = json.dumps({"records": [{"output": [7] * 50_000}] * 9}).encode()
+    made = await BodyReader(SETTINGS).read(raw, AuditBody, MAX_AUDIT_PARTS)
+    assert isinstance(made, AuditBody) and len(made.records) == 9
 
 
 @pytest.mark.parametrize("key", ["large", "small"])
