@@ -81,7 +81,7 @@ class RemoteAudit:
                 worker.result()
 
     def _audited(self, batch: Numbered, manifests: list[dict[str, Any]]) -> list[Finding]:
-        body = {"records": [record for _, record in batch], "manifests": manifests}
+        body = {"records": [without_alternatives(record) for _, record in batch], "manifests": manifests}
         try:
             results = self._call("/v1/audit", body)["results"]
             return [_finding(batch[r["record"]][0], r) for r in results]
@@ -105,6 +105,30 @@ class RemoteAudit:
                 reason = STRANGER if strange else getattr(error, "reason", None) or error
                 raise ServerProblem(f"{self._url}{path}: {reason}") from error
         raise AssertionError("unreachable")
+
+
+def without_alternatives(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without the alternatives of its answer's tokens. No audit compares them, and they are most of
+    a long answer: with them it may be larger than what a server takes. What was asked stays as it is."""
+    answer = record.get("response", record)
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, list):
+        return dict(record)
+    lean = {**answer, "choices": [_lean_choice(choice) for choice in choices]}
+    return {**record, "response": lean} if "response" in record else lean
+
+
+def _lean_choice(choice: Any) -> Any:
+    found = choice.get("logprobs") if isinstance(choice, Mapping) else None
+    if not isinstance(found, Mapping):
+        return choice
+    kept = {key: value for key, value in found.items() if key != "top_logprobs"}
+    if isinstance(content := kept.get("content"), list):
+        kept["content"] = [
+            {k: v for k, v in e.items() if k != "top_logprobs"} if isinstance(e, Mapping) else e
+            for e in content
+        ]
+    return {**choice, "logprobs": kept}
 
 
 def _object(reply: bytes) -> dict[str, Any]:
