@@ -241,7 +241,7 @@ class TestFingerprint:
             (fp, "code_hash", "code"),
             (device, "_cpu_name", "device.name"),
             (device, "_cpu_identity", "device.identity"),
-            (libraries, "_version", "libraries."),
+            (libraries, "installed_version", "libraries."),
         ):
             with monkeypatch.context() as m:
                 m.setattr(module, name, lambda *_: "changed")
