@@ -12,13 +12,11 @@ import platform
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from llm42.config import Settings
 from llm42.fingerprint.device import device_facts, table_digest
 from llm42.fingerprint.digests import digest
 from llm42.fingerprint.environment import steering_variables
-from llm42.fingerprint.libraries import library_versions, loaded_libraries
+from llm42.fingerprint.libraries import library_versions, loaded_libraries, torch_build
 from llm42.fingerprint.request import process_facts, request_facts
 from llm42.fingerprint.source import code_hash, source_hash
 from llm42.models.weights import LoadedModel
@@ -64,7 +62,7 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
         "python": [platform.python_implementation(), platform.python_version(), *platform.libc_ver()],
         "libraries": library_versions(kind),
         "loaded": loaded_libraries(kind),
-        "blas": digest(torch.__config__.show()),
+        "blas": digest(torch_build(kind)),
         "environment": steering_variables(kind),
         **({"attention_tiles": _attention_tiles(model, settings)} if kind == "cuda" else {}),
     }

@@ -18,6 +18,8 @@ LIBRARIES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "safetensors")
 CUDA_LIBRARIES = ("triton",)
 """Distributions that matter on a GPU only."""
 
+WHERE_A_GPU_IS_VISIBLE = ("CUDA Runtime", "NVCC", "CuDNN", "Built with CuDNN", "Magma")
+
 SYMBOLS = {
     "openmp": ("GOMP_parallel", "__kmpc_fork_call", "omp_get_num_threads"),
     "blas": ("sgemm_", "cblas_sgemm", "openblas_get_config"),
@@ -37,6 +39,15 @@ def library_versions(kind: str) -> dict[str, str | None]:
     """The installed distributions' versions; None for one that is not installed. kind: `cpu` or `cuda`."""
     names = LIBRARIES + (CUDA_LIBRARIES if kind == "cuda" else ())
     return {name: installed_version(name) for name in names}
+
+
+def torch_build(kind: str) -> str:
+    """What torch says of its build, its own products and the instruction set that it uses. On a CPU without
+    the lines that it adds where a GPU is visible: whether one is changes no bit there."""
+    lines = torch.__config__.show().splitlines()
+    if kind == "cpu":
+        lines = [line for line in lines if not line.strip(" -").startswith(WHERE_A_GPU_IS_VISIBLE)]
+    return "\n".join(lines)
 
 
 def installed_version(name: str) -> str | None:

@@ -244,3 +244,17 @@ def test_a_thread_whose_regions_are_of_another_size_does_not_compute(monkeypatch
         monkeypatch.setattr(threads, "parallel_region_size", lambda: 2)
         with pytest.raises(ThreadsChanged, match="2 threads instead of 1"):
             hold_threads(1)
+
+
+def test_a_visible_gpu_is_nothing_to_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build for GPUs says more of itself where it sees one; a command sees one that an actor does not."""
+    own = torch.__config__.show()
+    hidden = {kind: libraries.torch_build(kind) for kind in ("cpu", "cuda")}
+    more = (
+        "  - CUDA Runtime 13.0\n  - NVCC architecture flags: x\n  - CuDNN 91.9\n    - Built with CuDNN 90.1\n"
+    )
+    head, build, rest = own.partition("  - Build settings")
+    monkeypatch.setattr(torch.__config__, "show", lambda: f"{head}{more}  - Magma 2.6.1\n{build}{rest}")
+    assert libraries.torch_build("cpu") == hidden["cpu"]
+    assert "Build settings" in hidden["cpu"]
+    assert libraries.torch_build("cuda") != hidden["cuda"], "the control"
