@@ -100,15 +100,15 @@ class App:
         statuses = [await get_actor(name).status.remote() for name in self.verifier_names()]
         return [s.pid for s in statuses]
 
-    async def stream(self, request: Request) -> Outcome:
-        """One streamed completion."""
+    async def stream(self, request: Request, began: asyncio.Event | None = None) -> Outcome:
+        """One streamed completion. began: set when its first token is here."""
         body = {
             "model": self.settings.model.name, "prompt": list(request.prompt), "stream": True,
             "max_tokens": request.max_tokens, "logprobs": 0, "return_token_ids": True, "ignore_eos": True,
             "temperature": request.sampling.temperature, "seed": request.sampling.seed,
             "deterministic": request.deterministic,
         }  # fmt: skip
-        got = _Collected()
+        got = _Collected(began or asyncio.Event())
         try:
             async with (
                 httpx.AsyncClient(timeout=300) as http,
@@ -128,7 +128,8 @@ class App:
 class _Collected:
     """What a stream has brought so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: asyncio.Event) -> None:
+        self.began = began
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish: str | None = None
@@ -144,6 +145,8 @@ class _Collected:
                 return
             for choice in event["choices"]:
                 self.tokens += choice.get("token_ids") or []
+                if self.tokens:
+                    self.began.set()
                 self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
                 self.finish = choice.get("finish_reason") or self.finish
             self.failovers = (event.get("llm42") or {}).get("failovers", self.failovers)

@@ -52,14 +52,17 @@ async def burst(app: App, action: Any) -> tuple[list[tuple[Request, Outcome]], l
     """Streams of both kinds, and `action` once the first of them are under way."""
     gate = asyncio.Semaphore(AT_ONCE)
 
-    async def one(request: Request) -> Outcome:
+    begun = [asyncio.Event() for _ in range(STREAMS)]
+
+    async def one(request: Request, began: asyncio.Event) -> Outcome:
         async with gate:
-            return await app.stream(request)
+            return await app.stream(request, began)
 
     requests = [deterministic(i) for i in range(STREAMS)]
     noise = [asyncio.create_task(app.stream(best_effort(i, 400))) for i in range(NOISE)]
-    streams = [asyncio.create_task(one(r)) for r in requests]
-    await asyncio.sleep(1.5)
+    streams = [asyncio.create_task(one(r, b)) for r, b in zip(requests, begun, strict=True)]
+    while sum(b.is_set() for b in begun) < AT_ONCE // 2:  # how soon is the machine's affair
+        await asyncio.sleep(0.02)
     assert not all(n.done() for n in noise), "the streams are over before anything is killed"
     await action(app)
     outcomes = await asyncio.gather(*streams)
