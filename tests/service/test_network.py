@@ -21,10 +21,11 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
     return await asyncio.open_connection(place.hostname, place.port, limit=1 << 24)
 
 
-def request_of(body: dict[str, Any], announced: int | None = None) -> bytes:
+def request_of(service: Service, body: dict[str, Any], announced: int | None = None) -> bytes:
     text = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+        f"POST {urlsplit(service.url).path}/v1/completions HTTP/1.1\r\n"
+        "Host: test\r\nContent-Type: application/json\r\n"
         f"Content-Length: {announced or len(text)}\r\nConnection: close\r\n\r\n"
     )
     return head.encode() + text
@@ -37,7 +38,7 @@ async def test_half_sent_bodies_hold_nothing(
     body = {"model": settings.model.name, "prompt": "x", "max_tokens": 4}
     links = [await connect(service) for _ in range(20)]
     for _, writer in links:
-        writer.write(request_of(body, announced=100_000))
+        writer.write(request_of(service, body, announced=100_000))
         await writer.drain()
     ask: Any = {"model": settings.model.name, "prompt": "x", "max_tokens": 2}
     await asyncio.wait_for(aclient.completions.create(**ask), 60)
@@ -58,7 +59,7 @@ async def test_a_reader_that_pauses_gets_all_of_it(
         "temperature": 0, "deterministic": True,
     }  # fmt: skip
     reader, writer = await connect(service)
-    writer.write(request_of(body | {"stream": True, "logprobs": 20, "return_token_ids": True}))
+    writer.write(request_of(service, body | {"stream": True, "logprobs": 20, "return_token_ids": True}))
     await asyncio.sleep(3)
     extra = {"deterministic": True, "ignore_eos": True}
     whole = await aclient.completions.create(
@@ -74,8 +75,8 @@ async def test_a_reader_that_pauses_gets_all_of_it(
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"prompt": "word " * (1 << 18)}, "prompt"), ({"stop": [f"s{i}" for i in range(10_000)]}, "stop")],
-    ids=["1 MiB prompt", "10,000 stop strings"],
+    [({"prompt": "word " * (1 << 17)}, "prompt"), ({"stop": [f"s{i}" for i in range(10_000)]}, "stop")],
+    ids=["0.6 MiB prompt", "10,000 stop strings"],
 )
 async def test_sizes_without_measure(
     aclient: openai.AsyncOpenAI, settings: Settings, fields: dict[str, Any], param: str

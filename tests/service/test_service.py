@@ -7,6 +7,7 @@ import json
 import time
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -356,7 +357,7 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     ray.get(handle.status.remote())
     await asyncio.to_thread(serve.run, build(tree), name="rogue", route_prefix="/rogue")
     client = openai.AsyncOpenAI(
-        base_url=f"{service.url}/rogue/v1", api_key="none", max_retries=0, timeout=120
+        base_url=f"http://{urlsplit(service.url).netloc}/rogue/v1", api_key="none", max_retries=0, timeout=120
     )
     model = settings.model.name
     await ask(client, model, prompt, 4)
