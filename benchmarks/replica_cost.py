@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.launch import prepare_environment
+from llm42_serve.launch import prepare_environment
 
 prepare_environment()
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import httpx
 
-from deployments.launch import prepare_environment
+from llm42_serve.launch import prepare_environment
 
 prepare_environment()
 
 from benchmarks.report import Figure, arguments, report  # noqa: E402
-from deployments.launch import Service  # noqa: E402
+from llm42_serve.launch import Service  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.driver import Generator  # noqa: E402
 from llm42.engine.torch_engine import TorchEngine  # noqa: E402

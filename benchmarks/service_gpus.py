@@ -30,15 +30,15 @@ from typing import Any
 
 import httpx
 
-from deployments.launch import prepare_environment
+from llm42_serve.launch import prepare_environment
 
 prepare_environment()
 
 from benchmarks.random_model import LLAMA_8B, write_random  # noqa: E402
 from benchmarks.report import RESULTS, Figure, arguments, report  # noqa: E402
 from benchmarks.vllm_setup import prompts_of  # noqa: E402
-from deployments.launch import Service, absolute  # noqa: E402
-from deployments.preflight import LaunchFailed  # noqa: E402
+from llm42_serve.launch import Service, absolute  # noqa: E402
+from llm42_serve.preflight import LaunchFailed  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.tokenizer import Tokenizer  # noqa: E402
 from tests.conftest import free_port  # noqa: E402

@@ -14,7 +14,7 @@ from deployments.admission import Admission
 from deployments.deltas import coalesce
 from deployments.failover import as_loss
 from deployments.http_app import Status
-from deployments.ray_metrics import RayMetrics
+from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts, require_agreement
 from deployments.verifier_actor import node_id
 from deployments.verifier_pool import VerifierPool

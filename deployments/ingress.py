@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.failover import Failover, ReplicaLost
 from deployments.http_app import Status, create_app
-from deployments.ray_metrics import RayMetrics
+from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deployments.preflight import LaunchFailed
+from llm42_serve.preflight import LaunchFailed
 from llm42.config import Settings
 from llm42.yaml_file import YamlProblem, read_yaml
 
 APP_NAME = "llm42"
-IMPORT_PATH = "deployments.app:build"
+IMPORT_PATH = "llm42_serve.app:build"
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSetupError
 
 from deployments.actors import get_or_create_verifier, verifier_names
-from deployments.ray_metrics import actor_metrics
+from llm42_serve.ray_metrics import actor_metrics
 from deployments.scaling import Scaler
 from deployments.verifier_actor import VerifierStatus
 from deployments.watched import Watched

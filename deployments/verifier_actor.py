@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deployments.ray_metrics import actor_metrics
+from llm42_serve.ray_metrics import actor_metrics
 from llm42.config import Settings
 from llm42.fingerprint.environment import UnsteadyKernels
 from llm42.logs import configure, event

@@ -23,7 +23,7 @@ from llm42.config import Settings
 from llm42.steps import Steps
 
 if TYPE_CHECKING:
-    from deployments.launch import Service
+    from llm42_serve.launch import Service
     from llm42.embedded import Embedded
     from llm42.protocol import Request, RequestStats
 
@@ -64,7 +64,7 @@ def fail(message: str) -> NoReturn:
 
 def load_settings(config: Path | None) -> Settings:
     """Settings of a file, or the defaults, with absolute paths."""
-    from deployments.launch import absolute, read_serve_config
+    from llm42_serve.launch import absolute, read_serve_config
 
     return absolute(Settings()) if config is None else read_serve_config(config)
 
@@ -88,7 +88,7 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="default: 8090, or a free one", min=0, max=65535)] = 0,
 ) -> None:
     """Starts the service on this machine and serves until Ctrl-C."""
-    from deployments.launch import Service, default_metrics_port
+    from llm42_serve.launch import Service, default_metrics_port
 
     settings = load_settings(config)
     metrics_port = metrics_port or settings.telemetry.metrics_port or default_metrics_port()
@@ -122,7 +122,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _certification_problem(service: Service) -> str:
     """Waits for the verifiers; returns the reason when there is none, and "" when there is."""
-    from deployments.preflight import LaunchFailed
+    from llm42_serve.preflight import LaunchFailed
 
     if service.settings.server.verifiers == 0:
         return "Deterministic requests are switched off (server.verifiers is 0)."

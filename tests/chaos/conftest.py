@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.config import Settings
 from tests.chaos.support import App
 from tests.support import Lab

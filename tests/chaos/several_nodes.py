@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deployments.launch import prepare_environment
+from llm42_serve.launch import prepare_environment
 
 prepare_environment()
 
@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 
 from deployments.actors import get_actor, verifier_names  # noqa: E402
-from deployments.app import build  # noqa: E402
+from llm42_serve.app import build  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.models.load import sampled_identity  # noqa: E402
 from tests.chaos.support import App, deterministic  # noqa: E402

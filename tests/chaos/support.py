@@ -17,8 +17,8 @@ import ray
 from ray import serve
 
 from deployments.actors import get_actor, get_or_create_supervisor, verifier_names
-from deployments.app import build
-from deployments.launch import Service
+from llm42_serve.app import build
+from llm42_serve.launch import Service
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
 from llm42.protocol import Request, SamplingParams

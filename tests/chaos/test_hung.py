@@ -16,7 +16,7 @@ import pytest_asyncio
 from ray.exceptions import RayError
 
 from deployments.actors import get_actor, supervisor_name
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from deployments.supervisor import Membership
 from tests.chaos.conftest import application
 from tests.chaos.support import App, deterministic, oracle

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from deployments.actors import get_actor, supervisor_name
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.protocol import Request
 from tests.chaos.conftest import application
 from tests.chaos.support import App, Outcome, best_effort, deterministic, kill, oracle

@@ -17,7 +17,7 @@ import ray
 from torch import Tensor
 
 from deployments.actors import NAMESPACE, get_actor, supervisor_name, verifier_names
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from deployments.verifier_actor import VerifierActor
 from llm42.config import Settings
 from llm42.models.load import sampled_identity

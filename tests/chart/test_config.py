@@ -12,8 +12,8 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
-from deployments import launch
-from deployments.app import build
+from llm42_serve import launch
+from llm42_serve.app import build
 from llm42.config import Settings
 from tests.chart import helm
 
@@ -81,7 +81,7 @@ def test_numbers_arrive_as_they_are() -> None:
 @pytest.mark.parametrize("example", helm.EXAMPLES, ids=lambda e: e.stem)
 def test_ray_serve_and_the_application_take_it(example: Path) -> None:
     (app,) = ServeDeploySchema.model_validate(helm.serve_config(helm.render(example))).applications
-    assert app.import_path == "deployments.app:build"
+    assert app.import_path == "llm42_serve.app:build"
     built = build(app.args)
     names = {built._bound_deployment.name, *(d.name for d in _inner(built))}
     assert {d.name for d in app.deployments} <= names, "an override for a deployment that does not exist"

@@ -15,7 +15,7 @@ ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
 from deployments.actors import NAMESPACE, verifier_names  # noqa: E402
-from deployments.launch import Service, absolute  # noqa: E402
+from llm42_serve.launch import Service, absolute  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.models.load import sampled_identity  # noqa: E402
 from llm42.protocol import SamplingParams  # noqa: E402

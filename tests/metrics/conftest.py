@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.prometheus import Prometheus, tool
-from deployments.launch import APP_NAME, Service
+from llm42_serve.launch import APP_NAME, Service
 from llm42.config import Settings
 
 PLANTED = "planted"
@@ -54,7 +54,7 @@ def planted(
     """The second application, on the same verifiers; with traces, and with prompts in its JSON log."""
     from ray import serve
 
-    from deployments.app import build
+    from llm42_serve.app import build
 
     tree: Any = cluster_settings.model_dump(mode="json")
     tree["engine"]["corrupt_share"] = CORRUPT_SHARE

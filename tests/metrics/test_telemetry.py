@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deployments.launch import APP_NAME, Service, log_dir
+from llm42_serve.launch import APP_NAME, Service, log_dir
 from llm42.cli import app
 from tests.metrics.conftest import CANARY, PLANTED, TRACE, Traffic
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from deployments.launch import Service, absolute
+from llm42_serve.launch import Service, absolute
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.conftest import SERVED

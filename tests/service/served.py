@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.config import Settings
 
 on_a_real_model_too = pytest.mark.parametrize("service", ["tiny", "smollm2"], indirect=True, scope="session")
@@ -22,7 +22,7 @@ class Application(Service):
         """Deploys it and waits for its verifier."""
         from ray import serve
 
-        from deployments.app import build
+        from llm42_serve.app import build
 
         tree = self.settings.model_dump(mode="json")
         serve.run(build(tree), name=self.name, route_prefix=f"/{self.name}")

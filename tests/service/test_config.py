@@ -10,9 +10,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from deployments.app import build
-from deployments.launch import absolute, read_serve_config
-from deployments.preflight import LaunchFailed, require_free_port
+from llm42_serve.app import build
+from llm42_serve.launch import absolute, read_serve_config
+from llm42_serve.preflight import LaunchFailed, require_free_port
 from llm42.config import GPU_DEFAULTS, Settings
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
@@ -30,7 +30,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> None:
     data = yaml.safe_load(CONFIG.read_text())
     (app,) = ServeDeploySchema.model_validate(data).applications
-    assert app.import_path == "deployments.app:build"
+    assert app.import_path == "llm42_serve.app:build"
     written = leaves(app.args)
     defaults = leaves(Settings().model_dump(mode="json"))
     assert set(defaults) - set(written) == {"server.host", "server.port"}, "these two are in http_options"

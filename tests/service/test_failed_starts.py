@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 import pytest
 import ray
 
-from deployments import launch, ray_node
-from deployments.launch import Service
-from deployments.preflight import LaunchFailed
-from deployments.ray_node import SESSION, SHORT, nothing_left, temp_dir
+from llm42_serve import launch
+from llm42_serve import ray_node
+from llm42_serve.launch import Service
+from llm42_serve.preflight import LaunchFailed
+from llm42_serve.ray_node import SESSION, SHORT, nothing_left, temp_dir
 from llm42 import cli
 from llm42.config import Settings
 from tests.conftest import free_port

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.service.oracle import Answer, ask, noise

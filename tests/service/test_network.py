@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.config import Settings
 
 pytestmark = pytest.mark.service

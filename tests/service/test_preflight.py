@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.preflight import LaunchFailed, cause_of, check
+from llm42_serve.preflight import LaunchFailed, cause_of, check
 from llm42.config import Settings
 from tests.conftest import free_port
 from tests.support import write_model

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deployments.launch import Service
-from deployments.preflight import LaunchFailed, check, require_free_port
+from llm42_serve.launch import Service
+from llm42_serve.preflight import LaunchFailed, check, require_free_port
 from llm42.config import Settings
 from tests.conftest import free_port
 from tests.support import write_model

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.preflight import LaunchFailed
+from llm42_serve.preflight import LaunchFailed
 from deployments.serve_file import read_serve_config
 from llm42.config import Settings
 from llm42.yaml_file import YamlProblem
 
-APPLICATION = {"name": "llm42", "route_prefix": "/", "import_path": "deployments.app:build"}
+APPLICATION = {"name": "llm42", "route_prefix": "/", "import_path": "llm42_serve.app:build"}
 
 
 def written(directory: Path, tree: Any) -> Path:

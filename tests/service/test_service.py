@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from deployments.actors import NAMESPACE, verifier_names
-from deployments.launch import APP_NAME, Service
+from llm42_serve.launch import APP_NAME, Service
 from deployments.verifier_actor import VerifierActor
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
@@ -344,7 +344,7 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     deterministic requests get 503. Once it is, but accepts everything: the copies differ from each other."""
     from ray import serve
 
-    from deployments.app import build
+    from llm42_serve.app import build
 
     tree = settings.model_dump(mode="json")
     tree["verifier"]["max_waiting"] = 255  # other settings, other actor names

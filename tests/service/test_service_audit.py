@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import llm42.cli as cli
-from deployments.launch import Service
+from llm42_serve.launch import Service
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
 from llm42.receipt import Receipt

@@ -237,7 +237,7 @@ USED_BY_WHAT_COUNTS = {
     *("llm42/tracing.py", "llm42/models/errors.py", "llm42/engine/base.py", "llm42/engine/build.py"),
     *("deployments/__init__.py", "deployments/actors.py", "deployments/admission.py", "deployments/audit.py"),
     *("deployments/audit_api.py", "deployments/errors.py", "deployments/policy.py"),
-    *("deployments/ray_metrics.py", "deployments/supervisor.py", "deployments/supervisor_link.py"),
+    *("deployments/llm42_serve/ray_metrics.py", "deployments/supervisor.py", "deployments/supervisor_link.py"),
     *("deployments/skew.py", "deployments/docs_page.py", "deployments/front.py"),
     *("deployments/text_routes.py", "deployments/turns.py"),
 }

@@ -26,8 +26,8 @@ class Block(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in blocked:
             raise ModuleNotFoundError(f"{name} is not to be found", name=name)
 sys.meta_path.insert(0, Block())
-import deployments.launch
-deployments.launch.prepare_environment()
+import llm42_serve.launch
+llm42_serve.launch.prepare_environment()
 count, missing = 0, {}
 for package in ("llm42", "llm42_kernels", "deployments"):
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):

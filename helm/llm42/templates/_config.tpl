@@ -60,7 +60,7 @@ http_options:
 applications:
   - name: llm42
     route_prefix: /
-    import_path: deployments.app:build
+    import_path: llm42_serve.app:build
     args:
       {{- include "llm42.settings" . | nindent 6 }}
     deployments:

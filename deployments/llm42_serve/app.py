@@ -1,4 +1,4 @@
-"""The application builder that serve_config.yaml names: `import_path: deployments.app:build`."""
+"""The application builder that serve_config.yaml names: `import_path: llm42_serve.app:build`."""
 
 from __future__ import annotations
 

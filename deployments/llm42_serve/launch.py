@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from deployments import preflight, ray_node
-from deployments.preflight import LaunchFailed, cause_of, require_free_port
+from llm42_serve import preflight
+from llm42_serve import ray_node
+from llm42_serve.preflight import LaunchFailed, cause_of, require_free_port
 from deployments.serve_file import APP_NAME
 from deployments.serve_file import absolute as absolute
 from deployments.serve_file import read_serve_config as read_serve_config
@@ -89,7 +90,7 @@ class Service:
             import ray
             from ray import serve
 
-            from deployments.app import build
+            from llm42_serve.app import build
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         directory = ray_node.temp_dir(self._say)
