@@ -12,7 +12,7 @@ from ray import serve
 
 from deployments.admission import Admission
 from deployments.deltas import coalesce
-from deployments.failover import as_loss
+from llm42_serve.ingress.failover import as_loss
 from deployments.http_app import Status
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts, require_agreement

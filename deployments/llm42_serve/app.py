@@ -9,7 +9,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deployments.fastpath import FastPath
-from deployments.ingress import Ingress
+from llm42_serve.ingress.ingress import Ingress
 from llm42.config import Settings
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
@@ -18,7 +18,7 @@ FAST_PATH_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 5,
     "health_check_timeout_s": 30,
     "graceful_shutdown_wait_loop_s": 0.5,
-    "request_router_config": RequestRouterConfig(request_router_class="deployments.router:PrefixRouter"),
+    "request_router_config": RequestRouterConfig(request_router_class="llm42_serve.ingress.router:PrefixRouter"),
 }
 INGRESS_OPTIONS: dict[str, Any] = {
     "max_ongoing_requests": 4096,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments.errors import ServiceUnavailable
-from deployments.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
+from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
 from llm42.driver import Generator
 from llm42.outputs import EngineFailed

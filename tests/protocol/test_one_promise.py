@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.ingress import RayBackend
+from llm42_serve.ingress.ingress import RayBackend
 from llm42.config import ServerSettings
 from llm42.local import LocalVerifier
 from llm42.metrics import NullMetrics

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.admission import Admission
-from deployments.router import SPILL, preferred, ranks
+from llm42_serve.ingress.router import SPILL, preferred, ranks
 from deployments.scaling import LOOKS_UP, SETTLE_S, Scaler
 from llm42.protocol import Overloaded
 

@@ -12,7 +12,7 @@ from ray.serve._private.http_util import get_http_response_status
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
-from deployments.proxy_replies import ProxyReplies, middlewares
+from llm42_serve.ingress.proxy_replies import ProxyReplies, middlewares
 
 Said = tuple[int, dict[str, str], bytes]
 

@@ -22,10 +22,10 @@ import httpx
 import pytest
 
 from deployments import fastpath
-from deployments.failover import Failover, ReplicaLost
+from llm42_serve.ingress.failover import Failover, ReplicaLost
 from deployments.fastpath import FastPath, admission_for
 from deployments.http_app import create_app
-from deployments.ingress import RayBackend
+from llm42_serve.ingress.ingress import RayBackend
 from deployments.skew import require_agreement
 from deployments.verifier_actor import VerifierStatus
 from deployments.verifier_pool import Member, VerifierPool

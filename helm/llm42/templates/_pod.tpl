@@ -128,7 +128,7 @@ Statistics that are switched off make Ray report just that: to nobody.
   "RAY_USAGE_STATS_ENABLED" "0"
   "RAY_USAGE_STATS_REPORT_URL" "http://127.0.0.1:9/"
   "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
-  "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" "deployments.proxy_replies:middlewares"
+  "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" "llm42_serve.ingress.proxy_replies:middlewares"
   "RAY_SERVE_ENABLE_HA_PROXY" $proxy
   "RAY_SERVE_ENABLE_DIRECT_INGRESS" $proxy
   "RAY_worker_niceness" "0"

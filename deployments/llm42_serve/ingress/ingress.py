@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.failover import Failover, ReplicaLost
+from llm42_serve.ingress.failover import Failover, ReplicaLost
 from deployments.http_app import Status, create_app
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts

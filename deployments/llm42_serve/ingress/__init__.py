@@ -1,0 +1,1 @@
+"""The HTTP side: CPUs only, in front of the replicas."""
