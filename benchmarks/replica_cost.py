@@ -5,7 +5,7 @@
 `driver`: 256 best-effort requests on the vLLM adapter over a stand-in for AsyncLLM that makes a token for
 each every 13 ms; CPU per token of adapter, driver and detokenisation, passing tokens on one by one, at the
 default interval, and for clients that wait for the whole. `calls`: windows of 25 candidates after 400 tokens
-between two actors, one call each or joined (deployments/window_batches.py), 8 to 256 of them at a time; the
+between two actors, one call each or joined (deployments/llm42_serve/replica/window_batches.py), 8 to 256 of them at a time; the
 verifying side answers after 20 ms. On few cores the two actors share them: compare the columns.
 """
 
@@ -29,7 +29,7 @@ prepare_environment()
 import ray  # noqa: E402
 
 from benchmarks.report import RESULTS, Figure, report  # noqa: E402
-from deployments.window_batches import AT_ONCE, WindowBatches  # noqa: E402
+from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.driver import Generator  # noqa: E402
 from llm42.engine.vllm import VllmEngine  # noqa: E402

@@ -121,7 +121,7 @@ class Generator:
 
     def _hold_s(self, request: Request) -> float:
         """How long they wait here. A stop string must be seen at once, or its request decodes on: tokens that
-        may hold one wait after they have been looked at (deployments/fastpath.py)."""
+        may hold one wait after they have been looked at (deployments/llm42_serve/replica/fastpath.py)."""
         return 0.0 if request.stop else self.pause_s(request)
 
     async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:

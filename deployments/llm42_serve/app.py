@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from deployments.fastpath import FastPath
+from llm42_serve.replica.fastpath import FastPath
 from llm42_serve.ingress.ingress import Ingress
 from llm42.config import Settings
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT

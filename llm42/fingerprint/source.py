@@ -57,7 +57,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/models/fetch.py": "brings files, whose contents are in the manifest",
     "deployments/__init__.py": "empty",
     "deployments/actors.py": _STARTS,
-    "deployments/admission.py": _REFUSES,
+    "deployments/llm42_serve/replica/admission.py": _REFUSES,
     "deployments/llm42_serve/app.py": _STARTS,
     "deployments/audit*.py": _COMPARES,
     "deployments/errors.py": "what is said instead of an output",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.audit import Auditor, kind_of
+from llm42_serve.replica.spot_check import Auditor, kind_of
 from llm42.metrics import NullMetrics
 from llm42.protocol import Commit, Failure, SamplingParams, TokenLogprob, Window
 

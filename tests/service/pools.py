@@ -7,7 +7,7 @@ from typing import Any
 
 from deployments.supervisor import MemberInfo, Membership
 from deployments.verifier_actor import VerifierStatus
-from deployments.verifier_pool import Member, VerifierPool
+from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
 from llm42.protocol import SamplingParams, Window

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments.admission import Admission
+from llm42_serve.replica.admission import Admission
 from llm42_serve.ingress.router import SPILL, preferred, ranks
 from deployments.scaling import LOOKS_UP, SETTLE_S, Scaler
 from llm42.protocol import Overloaded

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.audit import Auditor, same_answer
-from deployments.verifier_pool import Member
+from llm42_serve.replica.spot_check import Auditor, same_answer
+from llm42_serve.replica.verifier_pool import Member
 from llm42.metrics import AUDIT_MISMATCHES, AUDITS, NullMetrics
 from llm42.protocol import Commit, SamplingParams, Window
 from tests.service.stand_ins import Actor, Call, answer

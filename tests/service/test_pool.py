@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deployments import verifier_pool
+from llm42_serve.replica import verifier_pool
 from deployments.actors import verifier_names
 from deployments.supervisor import MemberInfo, Membership
 from deployments.verifier_actor import VerifierStatus
-from deployments.verifier_pool import AFFINITY_TOKENS, VerifierPool
+from llm42_serve.replica.verifier_pool import AFFINITY_TOKENS, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
 from llm42.protocol import VerifierUnavailable

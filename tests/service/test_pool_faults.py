@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 
-from deployments import supervisor_link, verifier_pool
-from deployments.admission import Admission
+from llm42_serve.replica import supervisor_link
+from llm42_serve.replica import verifier_pool
+from llm42_serve.replica.admission import Admission
 from deployments.supervisor import MemberInfo, Membership
 from deployments.verifier_actor import VerifierStatus
-from deployments.verifier_pool import Member, VerifierPool
+from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics
 from llm42.protocol import Overloaded, VerifierUnavailable

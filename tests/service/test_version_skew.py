@@ -21,14 +21,14 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments import fastpath
+from llm42_serve.replica import fastpath
 from llm42_serve.ingress.failover import Failover, ReplicaLost
-from deployments.fastpath import FastPath, admission_for
+from llm42_serve.replica.fastpath import FastPath, admission_for
 from deployments.http_app import create_app
 from llm42_serve.ingress.ingress import RayBackend
 from deployments.skew import require_agreement
 from deployments.verifier_actor import VerifierStatus
-from deployments.verifier_pool import Member, VerifierPool
+from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
 from llm42.metrics import NullMetrics

@@ -10,14 +10,14 @@ from typing import Any
 
 from ray import serve
 
-from deployments.admission import Admission
+from llm42_serve.replica.admission import Admission
 from deployments.deltas import coalesce
 from llm42_serve.ingress.failover import as_loss
 from deployments.http_app import Status
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts, require_agreement
 from deployments.verifier_actor import node_id
-from deployments.verifier_pool import VerifierPool
+from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings, engine_threads
 from llm42.fingerprint import request_facts

@@ -20,7 +20,7 @@ from llm42.metrics import Metrics
 from llm42.protocol import Commit, Failure, Window
 
 if TYPE_CHECKING:
-    from deployments.verifier_pool import Member, VerifierPool
+    from llm42_serve.replica.verifier_pool import Member, VerifierPool
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 2

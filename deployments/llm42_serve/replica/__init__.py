@@ -1,0 +1,1 @@
+"""One engine, and the verifiers as it sees them."""
