@@ -56,7 +56,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/models/export.py": "writes a copy of the model for vLLM, which only proposes",
     "llm42/models/fetch.py": "brings files, whose contents are in the manifest",
     "deployments/__init__.py": "empty",
-    "deployments/actors.py": _STARTS,
+    "deployments/llm42_serve/verifiers/names.py": _STARTS,
     "deployments/llm42_serve/replica/admission.py": _REFUSES,
     "deployments/llm42_serve/app.py": _STARTS,
     "deployments/audit*.py": _COMPARES,
@@ -70,13 +70,13 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "deployments/llm42_serve/ray_node.py": _STARTS,
     "deployments/llm42_serve/ray_metrics.py": _TELLS,
     "deployments/llm42_serve/ingress/router.py": "which replica answers, which may be any",
-    "deployments/scaling.py": _STARTS,
+    "deployments/llm42_serve/verifiers/scaling.py": _STARTS,
     "deployments/serve_file.py": "reads settings, as config.py",
     "deployments/skew.py": _REFUSES,
     "deployments/supervisor*.py": _STARTS,
     "deployments/text_routes.py": "ids of texts and texts of ids; no generated output",
     "deployments/turns.py": "when a body is read, and not what is made of it",
-    "deployments/watched.py": _STARTS,
+    "deployments/llm42_serve/verifiers/watch.py": _STARTS,
 }
 """Modules (patterns of package/path) that cannot change an output, each with the reason."""
 

@@ -23,7 +23,7 @@ from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 
-from deployments.actors import get_actor, verifier_names  # noqa: E402
+from llm42_serve.verifiers.names import get_actor, verifier_names  # noqa: E402
 from llm42_serve.app import build  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.models.load import sampled_identity  # noqa: E402

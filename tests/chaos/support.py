@@ -16,7 +16,7 @@ import httpx
 import ray
 from ray import serve
 
-from deployments.actors import get_actor, get_or_create_supervisor, verifier_names
+from llm42_serve.verifiers.names import get_actor, get_or_create_supervisor, verifier_names
 from llm42_serve.app import build
 from llm42_serve.launch import Service
 from llm42.config import Settings

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 from ray.exceptions import RayError
 
-from deployments.actors import get_actor, supervisor_name
+from llm42_serve.verifiers.names import get_actor, supervisor_name
 from llm42_serve.launch import Service
-from deployments.supervisor import Membership
+from llm42_serve.verifiers.supervisor import Membership
 from tests.chaos.conftest import application
 from tests.chaos.support import App, deterministic, oracle
 from tests.support import Lab

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from deployments.actors import get_actor, supervisor_name
+from llm42_serve.verifiers.names import get_actor, supervisor_name
 from llm42_serve.launch import Service
 from llm42.protocol import Request
 from tests.chaos.conftest import application

@@ -16,9 +16,9 @@ import pytest_asyncio
 import ray
 from torch import Tensor
 
-from deployments.actors import NAMESPACE, get_actor, supervisor_name, verifier_names
+from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
 from llm42_serve.launch import Service
-from deployments.verifier_actor import VerifierActor
+from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
 from llm42.verifier.core import Verifier

@@ -14,7 +14,7 @@ import pytest
 ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
-from deployments.actors import NAMESPACE, verifier_names  # noqa: E402
+from llm42_serve.verifiers.names import NAMESPACE, verifier_names  # noqa: E402
 from llm42_serve.launch import Service, absolute  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.models.load import sampled_identity  # noqa: E402

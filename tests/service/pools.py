@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from deployments.supervisor import MemberInfo, Membership
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics

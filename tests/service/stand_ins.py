@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments import supervisor
-from deployments.supervisor import Supervisor
-from deployments.verifier_actor import State, VerifierStatus
+from llm42_serve.verifiers import supervisor
+from llm42_serve.verifiers.supervisor import Supervisor
+from llm42_serve.verifiers.actor import State, VerifierStatus
 from llm42.config import Settings
 from llm42.protocol import Commit, TokenLogprob, Window
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from deployments import supervisor, verifier_actor
-from deployments.verifier_actor import VerifierActor
+from llm42_serve.verifiers import supervisor
+from llm42_serve.verifiers import actor as verifier_actor
+from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings, TelemetrySettings
 from llm42.logs import LOGGERS, configure
 from llm42.verifier import build

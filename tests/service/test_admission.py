@@ -11,7 +11,7 @@ import pytest
 
 from llm42_serve.replica.admission import Admission
 from llm42_serve.ingress.router import SPILL, preferred, ranks
-from deployments.scaling import LOOKS_UP, SETTLE_S, Scaler
+from llm42_serve.verifiers.scaling import LOOKS_UP, SETTLE_S, Scaler
 from llm42.protocol import Overloaded
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llm42_serve.replica import verifier_pool
-from deployments.actors import verifier_names
-from deployments.supervisor import MemberInfo, Membership
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.names import verifier_names
+from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import AFFINITY_TOKENS, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics

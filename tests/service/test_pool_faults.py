@@ -13,8 +13,8 @@ from ray.exceptions import ActorDiedError, RayActorError
 from llm42_serve.replica import supervisor_link
 from llm42_serve.replica import verifier_pool
 from llm42_serve.replica.admission import Admission
-from deployments.supervisor import MemberInfo, Membership
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import Settings
 from llm42.metrics import NullMetrics

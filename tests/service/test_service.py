@@ -14,9 +14,9 @@ import openai
 import pytest
 import ray
 
-from deployments.actors import NAMESPACE, verifier_names
+from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 from llm42_serve.launch import APP_NAME, Service
-from deployments.verifier_actor import VerifierActor
+from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
 from llm42.protocol import SamplingParams
@@ -317,7 +317,7 @@ class AcceptsEverything:
         self._ready = True
 
     async def status(self) -> Any:
-        from deployments.verifier_actor import VerifierStatus
+        from llm42_serve.verifiers.actor import VerifierStatus
 
         if not self._ready:
             return VerifierStatus("starting")

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RuntimeEnvSetupError
 
-from deployments import supervisor as module
-from deployments.supervisor import Supervisor
+from llm42_serve.verifiers import supervisor as module
+from llm42_serve.verifiers.supervisor import Supervisor
 from llm42.config import WatchSettings
 from tests.service.stand_ins import Cluster, started, states, until
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments import supervisor as module
-from deployments.actors import verifier_names
-from deployments.supervisor import Supervisor
+from llm42_serve.verifiers import supervisor as module
+from llm42_serve.verifiers.names import verifier_names
+from llm42_serve.verifiers.supervisor import Supervisor
 from llm42.config import Settings
 from tests.service.stand_ins import QUICK, Actor, Cluster, started, states, until
 
@@ -82,7 +82,7 @@ async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
 
 
 async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deployments import scaling
+    from llm42_serve.verifiers import scaling
 
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
     made = await started(cluster, verifiers=1, max_verifiers=2)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deployments import verifier_actor
-from deployments.verifier_actor import VerifierActor
+from llm42_serve.verifiers import actor as verifier_actor
+from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
 from llm42.verifier.jobs import VerifierStats
 

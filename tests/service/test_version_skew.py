@@ -27,7 +27,7 @@ from llm42_serve.replica.fastpath import FastPath, admission_for
 from deployments.http_app import create_app
 from llm42_serve.ingress.ingress import RayBackend
 from deployments.skew import require_agreement
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts

@@ -235,9 +235,9 @@ def test_every_module_that_makes_an_output_counts(tmp_path: Path) -> None:
 USED_BY_WHAT_COUNTS = {
     *("llm42/__init__.py", "llm42/config.py", "llm42/logs.py", "llm42/metrics.py", "llm42/observe.py"),
     *("llm42/tracing.py", "llm42/models/errors.py", "llm42/engine/base.py", "llm42/engine/build.py"),
-    *("deployments/__init__.py", "deployments/actors.py", "deployments/llm42_serve/replica/admission.py", "deployments/llm42_serve/replica/spot_check.py"),
+    *("deployments/__init__.py", "deployments/llm42_serve/verifiers/names.py", "deployments/llm42_serve/replica/admission.py", "deployments/llm42_serve/replica/spot_check.py"),
     *("deployments/audit_api.py", "deployments/errors.py", "deployments/policy.py"),
-    *("deployments/llm42_serve/ray_metrics.py", "deployments/supervisor.py", "deployments/llm42_serve/replica/supervisor_link.py"),
+    *("deployments/llm42_serve/ray_metrics.py", "deployments/llm42_serve/verifiers/supervisor.py", "deployments/llm42_serve/replica/supervisor_link.py"),
     *("deployments/skew.py", "deployments/docs_page.py", "deployments/front.py"),
     *("deployments/text_routes.py", "deployments/turns.py"),
 }

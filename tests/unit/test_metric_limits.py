@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.verifier_actor import STALLED_S
+from llm42_serve.verifiers.actor import STALLED_S
 from llm42.config import Settings
 from llm42.metrics import CATALOGUE, Kind, Metric
 

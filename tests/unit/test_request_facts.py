@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.actors import verifier_names
+from llm42_serve.verifiers.names import verifier_names
 from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.fingerprint import request

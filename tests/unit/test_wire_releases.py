@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deployments.http_app import Status
-from deployments.supervisor import MemberInfo, Membership
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42 import protocol
 from llm42.config import EngineSettings, Settings
 from llm42.engine.torch_engine import TorchEngine

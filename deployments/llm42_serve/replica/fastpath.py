@@ -16,7 +16,7 @@ from llm42_serve.ingress.failover import as_loss
 from deployments.http_app import Status
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts, require_agreement
-from deployments.verifier_actor import node_id
+from llm42_serve.verifiers.actor import node_id
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42 import metrics as m
 from llm42.config import Settings, engine_threads

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-from deployments.actors import get_or_create_supervisor
-from deployments.supervisor import Membership
+from llm42_serve.verifiers.names import get_or_create_supervisor
+from llm42_serve.verifiers.supervisor import Membership
 from llm42.config import Settings
 
 log = logging.getLogger(__name__)

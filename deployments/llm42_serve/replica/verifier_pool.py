@@ -17,11 +17,11 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from deployments.actors import get_actor
+from llm42_serve.verifiers.names import get_actor
 from llm42_serve.replica.spot_check import Auditor
-from deployments.supervisor import MemberInfo
+from llm42_serve.verifiers.supervisor import MemberInfo
 from llm42_serve.replica.supervisor_link import SupervisorLink
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.window_batches import WindowBatches
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint as fingerprint_of

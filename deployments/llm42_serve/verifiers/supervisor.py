@@ -21,11 +21,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSetupError
 
-from deployments.actors import get_or_create_verifier, verifier_names
+from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
 from llm42_serve.ray_metrics import actor_metrics
-from deployments.scaling import Scaler
-from deployments.verifier_actor import VerifierStatus
-from deployments.watched import Watched
+from llm42_serve.verifiers.scaling import Scaler
+from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.watch import Watched
 from llm42 import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields

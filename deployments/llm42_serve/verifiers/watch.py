@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from deployments.verifier_actor import VerifierStatus
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42.config import WatchSettings
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from deployments.verifier_actor import VerifierActor
+from llm42_serve.verifiers.actor import VerifierActor
 from llm42 import config
 from llm42.config import Settings
 from llm42.fingerprint import process_facts, source_hash
@@ -71,7 +71,7 @@ def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -
 
 def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
     """The supervisor's handle. Blocks like get_or_create_verifier."""
-    from deployments.supervisor import Supervisor
+    from llm42_serve.verifiers.supervisor import Supervisor
 
     name = supervisor_name(settings, model_identity)
     actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **_DETACHED)

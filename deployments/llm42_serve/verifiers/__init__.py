@@ -1,0 +1,1 @@
+"""Verifiers as plain, named, detached actors, and who watches over them."""
