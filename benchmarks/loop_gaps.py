@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from benchmarks.report import RESULTS, Figure, arguments, report
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.service.hostile_bodies import bodies

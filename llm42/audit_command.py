@@ -89,7 +89,7 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
 async def _replayed(
     local: Any, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
-    from deployments.audit_api import planner
+    from llm42.api.audit_routes import planner
     from llm42.replay import Replayer, windows_per_call
 
     makes = planner(settings, local.tokenizer)

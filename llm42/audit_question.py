@@ -21,7 +21,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.01, 100),
     "min_tokens": (0, math.inf),
 }
-"""Smallest and largest value of each field that the API lets through (deployments/openai_types.py)."""
+"""Smallest and largest value of each field that the API lets through (llm42/api/requests.py)."""
 BIAS = (-100, 100)
 MAX_BIASES = 1024
 

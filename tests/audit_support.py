@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from deployments.http_app import Status, create_app
+from llm42.api.app import Status, create_app
 from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.fingerprint import fingerprint
@@ -52,7 +52,7 @@ def choice(record: Exchange) -> dict[str, Any]:
 
 @dataclass
 class LocalBackend:
-    """deployments.http_app.Backend in one process."""
+    """llm42.api.app.Backend in one process."""
 
     generator: Generator
     verifier: Verifier

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.direct import LOOPBACK, NO_GRPC_PROXY
 from tests.chart import helm

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import deployments.audit_api as audit_api
-import deployments.audit_canon as audit_canon
-from deployments.audit_canon import BackendCanon, Bounds
-from deployments.policy import KeyPolicy
+import llm42.api.audit_routes as audit_api
+import llm42.api.audit_source as audit_canon
+from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.keys import KeyPolicy
 from llm42.audit_file import parse_lines
 from llm42.audit_remote import BATCH_ANSWERS, _batches
 from llm42.config import ApiKeySettings, Settings

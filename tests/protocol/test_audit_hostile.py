@@ -11,7 +11,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-import deployments.audit_api as audit_api
+import llm42.api.audit_routes as audit_api
 import llm42.audit_command as audit_command
 import llm42.cli as cli
 from llm42.claims import claims_of

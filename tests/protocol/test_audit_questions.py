@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deployments.openai_types import CompletionBody
+from llm42.api.requests import CompletionBody
 from llm42.audit_question import RANGES, require_ranges
 from llm42.config import Settings
 from llm42.protocol import RequestRejected, SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.errors import ServiceUnavailable
+from llm42.api.errors import ServiceUnavailable
 from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
 from llm42.driver import Generator

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.choices import streams_of
-from deployments.deltas import interleave
+from llm42.api.choices import streams_of
+from llm42.api.deltas import interleave
 from llm42 import prompt_scores
 from llm42.local import LocalVerifier
 from llm42.prompt_scores import scoring_windows

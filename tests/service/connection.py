@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import Script, Scripted

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from deployments.http_app import Status, create_app
+from llm42.api.app import Status, create_app
 from llm42.config import Settings
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.tokenizer import Tokenizer

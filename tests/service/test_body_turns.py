@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from deployments.audit_api import AuditBody
-from deployments.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, BodyReader, load
-from deployments.openai_types import MAX_PROMPTS, CompletionBody
-from deployments.turns import Turns
+from llm42.api.audit_routes import AuditBody
+from llm42.api.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, BodyReader, load
+from llm42.api.requests import MAX_PROMPTS, CompletionBody
+from llm42.api.turns import Turns
 from llm42.protocol import RequestRejected
 from tests.service.scripted import MODEL, SETTINGS
 

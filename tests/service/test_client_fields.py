@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.fields import HARMLESS, NEUTRAL, is_neutral, refusal
-from deployments.openai_types import ChatBody, CompletionBody, TokenizeBody
+from llm42.api.other_fields import HARMLESS, NEUTRAL, is_neutral, refusal
+from llm42.api.requests import ChatBody, CompletionBody, TokenizeBody
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion
 

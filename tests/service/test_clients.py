@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.protocol import Delta, Overloaded, Request, VerifierUnavailable
 from llm42.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deployments.openai_types import CompletionBody
-from deployments.translate import plan
+from llm42.api.requests import CompletionBody
+from llm42.api.plan import plan
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion, events

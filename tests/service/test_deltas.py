@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from deployments.deltas import coalesce, interleave, merge
+from llm42.api.deltas import coalesce, interleave, merge
 from llm42.protocol import Delta, FinishReason
 
 

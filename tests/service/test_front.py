@@ -13,8 +13,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from deployments.http_app import create_app
-from deployments.json_bodies import most_bytes
+from llm42.api.app import create_app
+from llm42.api.json_bodies import most_bytes
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import JSON, MODEL, SETTINGS, Scripted, assert_error, client, completion, hello

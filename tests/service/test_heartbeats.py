@@ -14,8 +14,8 @@ import openai
 import pytest
 import uvicorn
 
-from deployments import sse
-from deployments.http_app import create_app
+from llm42.api import sse
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Overloaded, Request, VerifierUnavailable
 from llm42.tokenizer import Tokenizer

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deployments import render
-from deployments.deltas import merge
-from deployments.http_app import create_app
-from deployments.openai_types import CompletionBody
-from deployments.translate import plan
+from llm42.api import render
+from llm42.api.deltas import merge
+from llm42.api.app import create_app
+from llm42.api.requests import CompletionBody
+from llm42.api.plan import plan
 from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestRejected, VerifierUnavailable
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import (

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.audit_canon import BackendCanon, Bounds
-from deployments.http_app import create_app
-from deployments.openai_types import CompletionBody
-from deployments.policy import KeyPolicy
-from deployments.translate import plan
+from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.app import create_app
+from llm42.api.requests import CompletionBody
+from llm42.api.keys import KeyPolicy
+from llm42.api.plan import plan
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
 from llm42.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.large import LARGE, MAX_ENTRIES, SLICE, OffLoop, dump
-from deployments.render import Renderer
+from llm42.api.large import LARGE, MAX_ENTRIES, SLICE, OffLoop, dump
+from llm42.api.render import Renderer
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments import sse
+from llm42.api import sse
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob, VerifierUnavailable
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import chat, client, completion

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments import json_bodies
-from deployments.http_app import create_app
-from deployments.json_bodies import MAX_PARTS, load, most_bytes
+from llm42.api import json_bodies
+from llm42.api.app import create_app
+from llm42.api.json_bodies import MAX_PARTS, load, most_bytes
 from llm42.config import Settings
 from llm42.protocol import RequestRejected
 from llm42.tokenizer import Tokenizer

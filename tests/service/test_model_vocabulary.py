@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
-from deployments.translate import Plan, plan
+from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
+from llm42.api.plan import Plan, plan
 from llm42.audit_question import Questions
 from llm42.claims import Claim
 from llm42.config import Settings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
 from llm42.tokenizer import Tokenizer

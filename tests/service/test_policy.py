@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deployments import policy
+from llm42.api import keys as policy
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.tokenizer import Tokenizer

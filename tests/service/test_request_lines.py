@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.json_bodies import MAX_BYTES
+from llm42.api.json_bodies import MAX_BYTES
 from llm42.config import TelemetrySettings
 from llm42.logs import LOGGERS, configure, event
 from llm42.metrics import NullMetrics

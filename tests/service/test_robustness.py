@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from deployments.http_app import create_app
-from deployments.openai_types import ChatBody, CompletionBody
+from llm42.api.app import create_app
+from llm42.api.requests import ChatBody, CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.tokenizer import Tokenizer

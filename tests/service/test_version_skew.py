@@ -24,7 +24,7 @@ import pytest
 from llm42_serve.replica import fastpath
 from llm42_serve.ingress.failover import Failover, ReplicaLost
 from llm42_serve.replica.fastpath import FastPath, admission_for
-from deployments.http_app import create_app
+from llm42.api.app import create_app
 from llm42_serve.ingress.ingress import RayBackend
 from deployments.skew import require_agreement
 from llm42_serve.verifiers.actor import VerifierStatus
@@ -312,7 +312,7 @@ async def test_a_stream_does_not_go_on_with_another_release(world: World) -> Non
 OTHER_PROCESS = """
 import json, pickle, sys
 from pathlib import Path
-from deployments.audit_api import planner
+from llm42.api.audit_routes import planner
 from llm42.config import Settings
 from llm42.fingerprint import request_facts
 from llm42.tokenizer import Tokenizer

@@ -236,10 +236,10 @@ USED_BY_WHAT_COUNTS = {
     *("llm42/__init__.py", "llm42/config.py", "llm42/logs.py", "llm42/metrics.py", "llm42/observe.py"),
     *("llm42/tracing.py", "llm42/models/errors.py", "llm42/engine/base.py", "llm42/engine/build.py"),
     *("deployments/__init__.py", "deployments/llm42_serve/verifiers/names.py", "deployments/llm42_serve/replica/admission.py", "deployments/llm42_serve/replica/spot_check.py"),
-    *("deployments/audit_api.py", "deployments/errors.py", "deployments/policy.py"),
+    *("llm42/api/audit_routes.py", "llm42/api/errors.py", "llm42/api/keys.py"),
     *("deployments/llm42_serve/ray_metrics.py", "deployments/llm42_serve/verifiers/supervisor.py", "deployments/llm42_serve/replica/supervisor_link.py"),
-    *("deployments/skew.py", "deployments/docs_page.py", "deployments/front.py"),
-    *("deployments/text_routes.py", "deployments/turns.py"),
+    *("deployments/skew.py", "llm42/api/docs_page.py", "llm42/api/front.py"),
+    *("llm42/api/text_routes.py", "llm42/api/turns.py"),
 }
 """What does not count and is imported by what does, the fingerprint itself aside: looked at one by one."""
 

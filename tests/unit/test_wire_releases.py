@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deployments.http_app import Status
+from llm42.api.app import Status
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42 import protocol

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from deployments.errors import ServiceUnavailable
+from llm42.api.errors import ServiceUnavailable
 from llm42.config import ServerSettings
 from llm42.outputs import EngineFailed
 from llm42.protocol import (

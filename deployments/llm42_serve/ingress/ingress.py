@@ -14,7 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from llm42_serve.ingress.failover import Failover, ReplicaLost
-from deployments.http_app import Status, create_app
+from llm42.api.app import Status, create_app
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts
 from llm42.config import ServerSettings, Settings

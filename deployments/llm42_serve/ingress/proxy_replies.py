@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.errors import RETRY_AFTER_S, error_object
+from llm42.api.errors import RETRY_AFTER_S, error_object
 
 CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """With them any client could switch off what Serve does for all: they are for a proxy before it."""

@@ -11,9 +11,9 @@ from typing import Any
 from ray import serve
 
 from llm42_serve.replica.admission import Admission
-from deployments.deltas import coalesce
+from llm42.api.deltas import coalesce
 from llm42_serve.ingress.failover import as_loss
-from deployments.http_app import Status
+from llm42.api.app import Status
 from llm42_serve.ray_metrics import RayMetrics
 from deployments.skew import Facts, require_agreement
 from llm42_serve.verifiers.actor import node_id

@@ -17,8 +17,8 @@ from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments import errors
-from deployments.openai_types import GenerationBody
+from llm42.api import errors
+from llm42.api.requests import GenerationBody
 from llm42.config import ApiKeySettings, Settings
 from llm42.logs import bound
 from llm42.protocol import Overloaded, Request, RequestRejected

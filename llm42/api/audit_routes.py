@@ -16,14 +16,14 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 
-from deployments import errors
-from deployments.asgi import ClientGone, until_disconnect
-from deployments.audit_canon import BackendCanon, Bounds
-from deployments.bodies import ClosedPart, at_most
-from deployments.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
-from deployments.openai_types import ChatBody, CompletionBody
-from deployments.policy import KeyPolicy
-from deployments.translate import plan
+from llm42.api import errors
+from llm42.api.asgi import ClientGone, until_disconnect
+from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.body_limits import ClosedPart, at_most
+from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
+from llm42.api.requests import ChatBody, CompletionBody
+from llm42.api.keys import KeyPolicy
+from llm42.api.plan import plan
 from llm42.canon import Planner
 from llm42.claims import Claim, claims_of, manifest_of
 from llm42.config import Settings
@@ -34,7 +34,7 @@ from llm42.tokenizer import Tokenizer
 from llm42.verdict import Finding, Verdict, summary
 
 if TYPE_CHECKING:
-    from deployments.http_app import Backend
+    from llm42.api.app import Backend
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 16

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments import errors
+from llm42.api import errors
 from llm42.logs import bound
 
 REQUEST_ID = "X-Request-ID"

@@ -13,8 +13,8 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from deployments.json_bodies import InvalidBody
-from deployments.sse import event as event_of
+from llm42.api.json_bodies import InvalidBody
+from llm42.api.sse import event as event_of
 from llm42.logs import event
 from llm42.metrics import OTHER, REJECTS, Metrics
 from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deployments.deltas import merge
-from deployments.large import LARGE, dump
-from deployments.logprobs import LogprobWriter, TokenNames
-from deployments.receipts import Receipts
-from deployments.sse import event
-from deployments.translate import Plan
+from llm42.api.deltas import merge
+from llm42.api.large import LARGE, dump
+from llm42.api.logprobs import LogprobWriter, TokenNames
+from llm42.api.receipts import Receipts
+from llm42.api.sse import event
+from llm42.api.plan import Plan
 from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
 from llm42.receipt import Keyring
 

@@ -13,12 +13,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments import sse
-from deployments.asgi import ClientGone, unless_disconnected, until_disconnect
-from deployments.errors import Errors, status_of
-from deployments.large import OffLoop
-from deployments.render import Renderer
-from deployments.translate import Plan
+from llm42.api import sse
+from llm42.api.asgi import ClientGone, unless_disconnected, until_disconnect
+from llm42.api.errors import Errors, status_of
+from llm42.api.large import OffLoop
+from llm42.api.render import Renderer
+from llm42.api.plan import Plan
 from llm42.protocol import Delta
 
 log = logging.getLogger(__name__)

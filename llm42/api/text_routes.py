@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from deployments.errors import ModelNotFound
-from deployments.json_bodies import BodyReader, body_route
-from deployments.large import dump
-from deployments.openai_types import DetokenizeBody, TokenizeBody
-from deployments.prompts import render_chat, require_known, require_room, require_unicode
+from llm42.api.errors import ModelNotFound
+from llm42.api.json_bodies import BodyReader, body_route
+from llm42.api.large import dump
+from llm42.api.requests import DetokenizeBody, TokenizeBody
+from llm42.api.prompts import render_chat, require_known, require_room, require_unicode
 from llm42.config import Settings
 from llm42.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments import errors
+from llm42.api import errors
 
 METHODS = ("GET", "POST")
 """What the routes are written for; HEAD comes with GET, and OPTIONS with every path."""

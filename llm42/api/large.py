@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from deployments.translate import Plan
+from llm42.api.plan import Plan
 from llm42.protocol import RequestRejected
 
 MAX_ENTRIES = 1 << 20

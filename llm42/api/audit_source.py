@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from deployments.policy import KeyPolicy
+from llm42.api.keys import KeyPolicy
 from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, Window
 from llm42.replay import REGENERATIONS
 
 if TYPE_CHECKING:
-    from deployments.http_app import Backend
+    from llm42.api.app import Backend
 
 KEY_PAUSE_S, KEY_TRIES = 0.1, 600
 """How an audit waits for its key's other requests: a look after each pause, a minute in all."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.openai_types import ReceiptOptions
-from deployments.translate import Plan
+from llm42.api.requests import ReceiptOptions
+from llm42.api.plan import Plan
 from llm42.protocol import Delta, TokenLogprob
 from llm42.receipt import Answered, Keyring, make_receipt
 

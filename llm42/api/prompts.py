@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.messages import Message, Tool
-from deployments.openai_types import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, TemplateOptions
+from llm42.api.messages import Message, Tool
+from llm42.api.requests import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, TemplateOptions
 from llm42.protocol import RequestRejected
 from llm42.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ import uuid
 from dataclasses import dataclass, field
 from itertools import product
 
-from deployments.errors import ModelNotFound
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
-from deployments.prompts import echo_start, echoes_of, prompts_of, require_unicode
-from deployments.stops import special_stops
+from llm42.api.errors import ModelNotFound
+from llm42.api.requests import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
+from llm42.api.prompts import echo_start, echoes_of, prompts_of, require_unicode
+from llm42.api.stops import special_stops
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.tokenizer import Tokenizer

@@ -17,21 +17,21 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
-from deployments import errors
-from deployments.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
-from deployments.audit_api import audit_routes
-from deployments.choices import streams_of
-from deployments.deltas import interleave
-from deployments.docs_page import HEADERS, page
-from deployments.front import Cors, Front
-from deployments.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
-from deployments.large import OffLoop, dump, require_renderable
-from deployments.openai_types import ChatBody, CompletionBody, GenerationBody
-from deployments.policy import KeyGate, KeyPolicy
-from deployments.render import Renderer
-from deployments.streams import EventStream, Pieces, begin, end, events_of
-from deployments.text_routes import text_routes
-from deployments.translate import plan
+from llm42.api import errors
+from llm42.api.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
+from llm42.api.audit_routes import audit_routes
+from llm42.api.choices import streams_of
+from llm42.api.deltas import interleave
+from llm42.api.docs_page import HEADERS, page
+from llm42.api.front import Cors, Front
+from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
+from llm42.api.large import OffLoop, dump, require_renderable
+from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
+from llm42.api.keys import KeyGate, KeyPolicy
+from llm42.api.render import Renderer
+from llm42.api.streams import EventStream, Pieces, begin, end, events_of
+from llm42.api.text_routes import text_routes
+from llm42.api.plan import plan
 from llm42 import __version__
 from llm42.config import Settings
 from llm42.metrics import Metrics, NullMetrics

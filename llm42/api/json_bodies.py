@@ -23,8 +23,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.openai_types import MAX_PROMPTS
-from deployments.turns import Turns
+from llm42.api.requests import MAX_PROMPTS
+from llm42.api.turns import Turns
 from llm42.config import Settings
 from llm42.protocol import RequestRejected
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from deployments.bodies import ClosedPart, Part
+from llm42.api.body_limits import ClosedPart, Part
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP dialect as a plain FastAPI application; it knows nothing of Ray."""
