@@ -2,7 +2,7 @@
 
 An ingress encodes prompts, renders chat templates and fills in defaults; a replica detokenises. Whoever does
 so computes these facts of itself, and the verifiers' manifest has them as its section `request`: equal facts,
-or no deterministic answer (deployments/skew.py).
+or no deterministic answer (llm42/fingerprint/skew.py).
 """
 
 from __future__ import annotations

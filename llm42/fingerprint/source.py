@@ -72,7 +72,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "deployments/llm42_serve/ingress/router.py": "which replica answers, which may be any",
     "deployments/llm42_serve/verifiers/scaling.py": _STARTS,
     "deployments/serve_file.py": "reads settings, as config.py",
-    "deployments/skew.py": _REFUSES,
+    "llm42/fingerprint/skew.py": _REFUSES,
     "deployments/supervisor*.py": _STARTS,
     "llm42/api/text_routes.py": "ids of texts and texts of ids; no generated output",
     "llm42/api/turns.py": "when a body is read, and not what is made of it",

@@ -26,7 +26,7 @@ from llm42_serve.ingress.failover import Failover, ReplicaLost
 from llm42_serve.replica.fastpath import FastPath, admission_for
 from llm42.api.app import create_app
 from llm42_serve.ingress.ingress import RayBackend
-from deployments.skew import require_agreement
+from llm42.fingerprint.skew import require_agreement
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import ServerSettings, Settings

@@ -238,7 +238,7 @@ USED_BY_WHAT_COUNTS = {
     *("deployments/__init__.py", "deployments/llm42_serve/verifiers/names.py", "deployments/llm42_serve/replica/admission.py", "deployments/llm42_serve/replica/spot_check.py"),
     *("llm42/api/audit_routes.py", "llm42/api/errors.py", "llm42/api/keys.py"),
     *("deployments/llm42_serve/ray_metrics.py", "deployments/llm42_serve/verifiers/supervisor.py", "deployments/llm42_serve/replica/supervisor_link.py"),
-    *("deployments/skew.py", "llm42/api/docs_page.py", "llm42/api/front.py"),
+    *("llm42/fingerprint/skew.py", "llm42/api/docs_page.py", "llm42/api/front.py"),
     *("llm42/api/text_routes.py", "llm42/api/turns.py"),
 }
 """What does not count and is imported by what does, the fingerprint itself aside: looked at one by one."""

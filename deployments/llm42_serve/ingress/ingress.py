@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from llm42_serve.ingress.failover import Failover, ReplicaLost
 from llm42.api.app import Status, create_app
 from llm42_serve.ray_metrics import RayMetrics
-from deployments.skew import Facts
+from llm42.fingerprint.skew import Facts
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
 from llm42.logs import configure

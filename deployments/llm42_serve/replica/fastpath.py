@@ -15,7 +15,7 @@ from llm42.api.deltas import coalesce
 from llm42_serve.ingress.failover import as_loss
 from llm42.api.app import Status
 from llm42_serve.ray_metrics import RayMetrics
-from deployments.skew import Facts, require_agreement
+from llm42.fingerprint.skew import Facts, require_agreement
 from llm42_serve.verifiers.actor import node_id
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42 import metrics as m
