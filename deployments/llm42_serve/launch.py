@@ -19,9 +19,9 @@ from typing import Any
 from llm42_serve import preflight
 from llm42_serve import ray_node
 from llm42_serve.preflight import LaunchFailed, cause_of, require_free_port
-from deployments.serve_file import APP_NAME
-from deployments.serve_file import absolute as absolute
-from deployments.serve_file import read_serve_config as read_serve_config
+from llm42.config.serve_file import APP_NAME
+from llm42.config.serve_file import absolute as absolute
+from llm42.config.serve_file import read_serve_config as read_serve_config
 from llm42.config import Settings
 from llm42.direct import go_direct, open_url
 from llm42.failures import kept_traceback, one_line

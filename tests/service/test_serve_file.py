@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from llm42_serve.preflight import LaunchFailed
-from deployments.serve_file import read_serve_config
+from llm42.config.serve_file import read_serve_config
 from llm42.config import Settings
-from llm42.yaml_file import YamlProblem
+from llm42.config.yaml_file import YamlProblem
 
 APPLICATION = {"name": "llm42", "route_prefix": "/", "import_path": "llm42_serve.app:build"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llm42_serve.preflight import LaunchFailed
 from llm42.config import Settings
-from llm42.yaml_file import YamlProblem, read_yaml
+from llm42.config.yaml_file import YamlProblem, read_yaml
 
 APP_NAME = "llm42"
 IMPORT_PATH = "llm42_serve.app:build"
