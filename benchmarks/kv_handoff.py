@@ -33,7 +33,7 @@ import torch
 
 from benchmarks.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source, from_files, random_8b
 from benchmarks.report import Figure, report
-from llm42.threads import set_threads
+from llm42.host.threads import set_threads
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 RANDOM_8B = "random-8b"

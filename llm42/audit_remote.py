@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from llm42.audit_file import Records
-from llm42.direct import open_url
+from llm42.host.direct import open_url
 from llm42.protocol import LLM42Error
 from llm42.receipt import Signature
 from llm42.verdict import Difference, Finding, Verdict

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from llm42.direct import open_url
+from llm42.host.direct import open_url
 from llm42.metrics import MODES
 from llm42.protocol import LLM42Error
 

@@ -25,7 +25,7 @@ from llm42.engine.running import Running
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
 from llm42.sampling import draw, token_logprob
-from llm42.threads import device_lost, set_threads
+from llm42.host.threads import device_lost, set_threads
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.cuda import cuda_operators
 from llm42_kernels.operators import Operators

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from llm42.fingerprint.digests import digest
-from llm42.linked import mapped_file
-from llm42.threads import usable_threads
+from llm42.host.linked import mapped_file
+from llm42.host.threads import usable_threads
 
 CPUINFO = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from llm42.fingerprint.digests import digest
-from llm42.linked import find
+from llm42.host.linked import find
 from llm42.protocol import LLM42Error
 
 PREFIXES = (

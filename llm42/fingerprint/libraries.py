@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llm42.linked import file_identity, file_of, find, mapped_file
+from llm42.host.linked import file_identity, file_of, find, mapped_file
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "safetensors")
 CUDA_LIBRARIES = ("triton",)

@@ -23,7 +23,7 @@ import torch
 from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
-from llm42.threads import torch_threads
+from llm42.host.threads import torch_threads
 from llm42.verifier.canonical import block_pool, canonical_runner, canonical_set
 from llm42.verifier.checks import Tally, Violation, check_rows
 from llm42.verifier.core import Verifier

@@ -9,7 +9,7 @@ import yaml
 
 from llm42.api.app import create_app
 from llm42.config import Settings
-from llm42.direct import LOOPBACK, NO_GRPC_PROXY
+from llm42.host.direct import LOOPBACK, NO_GRPC_PROXY
 from tests.chart import helm
 from tests.chart.helm import container
 from tests.support import Lab

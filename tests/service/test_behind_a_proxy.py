@@ -18,7 +18,7 @@ import pytest
 from llm42_serve.launch import Service
 from llm42.audit_remote import RemoteAudit, ServerProblem
 from llm42.config import Settings
-from llm42.direct import NO_GRPC_PROXY, go_direct, is_this_machine, open_url
+from llm42.host.direct import NO_GRPC_PROXY, go_direct, is_this_machine, open_url
 from llm42.top import NoMetrics, Page
 from tests.service.recording_proxy import NAMES, RecordingProxy, recording_proxy
 from tests.service.serve_process import serve_process
@@ -70,7 +70,7 @@ def test_the_service_answers_and_asks_no_proxy(tmp_path: Path, no_proxy: str | N
 
 GRPC = """
 import sys, grpc
-from llm42.direct import go_direct
+from llm42.host.direct import go_direct
 import os
 if sys.argv[1] == "direct":
     go_direct(os.environ)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from llm42 import cores
+from llm42.host import cores
 from llm42.config import EngineSettings, engine_threads
-from llm42.cores import cpu_quota, usable_cores
+from llm42.host.cores import cpu_quota, usable_cores
 
 
 def group(root: Path, **files: str) -> None:

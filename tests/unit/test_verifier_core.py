@@ -31,7 +31,7 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.threads import set_threads
+from llm42.host.threads import set_threads
 from llm42.verifier.core import Verifier
 from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.sequences import Sequence, SequenceStore

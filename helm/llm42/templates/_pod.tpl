@@ -118,7 +118,7 @@ readinessProbe:
 {{/*
 Ray's switches are those of `llm42 serve` (deployments/llm42_serve/launch.py), apart from HAProxy, which a cluster may choose. The role's own
 variables win; a name may stand only once in a list that the API server keys by name.
-What pods say to each other and to themselves goes past any proxy (llm42/direct.py): a role's own exceptions are added to. Where
+What pods say to each other and to themselves goes past any proxy (llm42/host/direct.py): a role's own exceptions are added to. Where
 the environment comes from `envFrom`, no_proxy is left to it: a variable here would hide its own.
 Statistics that are switched off make Ray report just that: to nobody.
 */}}

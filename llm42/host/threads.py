@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from llm42.linked import find
+from llm42.host.linked import find
 
 log = logging.getLogger(__name__)
 
