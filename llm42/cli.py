@@ -51,7 +51,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        from llm42.failures import kept_traceback, one_line
+        from llm42.telemetry.failures import kept_traceback, one_line
 
         fail(actionable(error) or f"{one_line(error)}{kept_traceback(error)}")
 

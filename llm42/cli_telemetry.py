@@ -11,7 +11,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from llm42.config import Settings
-    from llm42.metrics import Metrics
+    from llm42.telemetry.metrics import Metrics
 
 err = Console(stderr=True)
 PageArgument = Annotated[
@@ -37,12 +37,12 @@ def top(
 @contextmanager
 def metrics_for(settings: Settings, port: int | None) -> Iterator[Metrics]:
     """A sink, and its page for as long as the block lasts; nothing without a port."""
-    from llm42.metrics import NullMetrics
+    from llm42.telemetry.metrics import NullMetrics
 
     if port is None:
         yield NullMetrics()
         return
-    from llm42.prometheus import PrometheusMetrics, metrics_page
+    from llm42.telemetry.prometheus import PrometheusMetrics, metrics_page
 
     metrics = PrometheusMetrics(settings.model.name)
     with metrics_page(metrics, port) as url:

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from llm42.config import Settings
-from llm42.metrics import Metrics
+from llm42.telemetry.metrics import Metrics
 from llm42_kernels.cublas import allow_workspace
 
 out, err = Console(), Console(stderr=True)

@@ -13,8 +13,8 @@ from typing import Any
 from llm42.config import Settings, engine_threads
 from llm42.driver import Generator
 from llm42.embedded import Embedded
-from llm42.metrics import Metrics, NullMetrics
-from llm42.observe import Observed
+from llm42.telemetry.metrics import Metrics, NullMetrics
+from llm42.telemetry.request_metrics import Observed
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.certify import Certificate

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
 from llm42.inbox import ANY, NONE, Inbox
@@ -35,7 +35,7 @@ from llm42.protocol import (
 from llm42.session import Action, Emit, Extend, Rollback, Session
 from llm42.text import OutputText
 from llm42.tokenizer import Tokenizer
-from llm42.tracing import NullTracer, Tracer
+from llm42.telemetry.tracing import NullTracer, Tracer
 from llm42.verify_call import VerifierClient, verify
 
 log = logging.getLogger(__name__)

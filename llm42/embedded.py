@@ -10,12 +10,12 @@ from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.build import build_engine
 from llm42.local import LocalVerifier
-from llm42.metrics import Metrics, NullMetrics
+from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.models.description import load_tokenizer
 from llm42.models.load import require_device
-from llm42.observe import Observed, VerifierReport
+from llm42.telemetry.request_metrics import Observed, VerifierReport
 from llm42.protocol import Delta, Request
-from llm42.tracing import make_tracer
+from llm42.telemetry.tracing import make_tracer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify import Certificate, Progress
 from llm42.verifier.core import Verifier

@@ -21,7 +21,7 @@ from llm42.protocol import (
     VerificationFailed,
     Window,
 )
-from llm42.tracing import Tracer
+from llm42.telemetry.tracing import Tracer
 from llm42.verify_call import VerifierClient, verify
 
 CHUNK = 512

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 
 from llm42.host.direct import open_url
-from llm42.metrics import MODES
+from llm42.telemetry.metrics import MODES
 from llm42.protocol import LLM42Error
 
 WINDOW_S = 30.0

@@ -22,7 +22,7 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.tracing import Tracer
+from llm42.telemetry.tracing import Tracer
 
 log = logging.getLogger(__name__)
 PAUSES_S = (0.05, 0.2, 0.8, 2.0)

@@ -24,7 +24,7 @@ from llm42.config.serve_file import absolute as absolute
 from llm42.config.serve_file import read_serve_config as read_serve_config
 from llm42.config import Settings
 from llm42.host.direct import go_direct, open_url
-from llm42.failures import kept_traceback, one_line
+from llm42.telemetry.failures import kept_traceback, one_line
 from llm42.protocol import LLM42Error
 
 METRICS_PORT = 8090

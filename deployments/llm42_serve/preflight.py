@@ -16,7 +16,7 @@ from llm42.models.description import check_model
 from llm42.models.fetch import DEFAULT_DIR
 from llm42.protocol import LLM42Error
 from llm42.receipt import Keyring
-from llm42.tracing import make_tracer
+from llm42.telemetry.tracing import make_tracer
 
 MAX_CAUSE = 800
 """Characters of a failed deployment's own words."""

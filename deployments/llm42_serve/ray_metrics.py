@@ -1,4 +1,4 @@
-"""The metric sink inside Ray: definitions of llm42.metrics through the node's metrics agent, so that one
+"""The metric sink inside Ray: definitions of llm42.telemetry.metrics through the node's metrics agent, so that one
 scrape of a node shows all its processes.
 
 What Ray makes of histograms: the buckets are exact, the sum is an estimate from the buckets' middles.
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from llm42.metrics import CATALOGUE, Kind, Metric, Metrics, NullMetrics, Scope
+from llm42.telemetry.metrics import CATALOGUE, Kind, Metric, Metrics, NullMetrics, Scope
 
 
 class RayMetrics:

@@ -34,7 +34,7 @@ from llm42.api.text_routes import text_routes
 from llm42.api.plan import plan
 from llm42 import __version__
 from llm42.config import Settings
-from llm42.metrics import Metrics, NullMetrics
+from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window, across_releases
 from llm42.receipt import Keyring
 from llm42.tokenizer import Tokenizer

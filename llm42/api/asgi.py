@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api import errors
-from llm42.logs import bound
+from llm42.telemetry.logs import bound
 
 REQUEST_ID = "X-Request-ID"
 MAX_REQUEST_ID = 256

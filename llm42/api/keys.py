@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm42.api import errors
 from llm42.api.requests import GenerationBody
 from llm42.config import ApiKeySettings, Settings
-from llm42.logs import bound
+from llm42.telemetry.logs import bound
 from llm42.protocol import Overloaded, Request, RequestRejected
 
 HEADER = "X-LLM42-Deterministic"

@@ -119,7 +119,7 @@ def test_runbooks_have_an_address_when_one_is_given() -> None:
 
 
 def test_our_rules_and_dashboards_name_metrics_that_exist() -> None:
-    from llm42.metrics import CATALOGUE
+    from llm42.telemetry.metrics import CATALOGUE
 
     known = {m.name for m in CATALOGUE}
     texts = [f.read_text() for d in ("rules", "dashboards") for f in (helm.CHART / d).glob("*.*")]

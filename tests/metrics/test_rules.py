@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from benchmarks.prometheus import DASHBOARD, RULES, panels, tool
-from llm42.metrics import CATALOGUE, Kind
+from llm42.telemetry.metrics import CATALOGUE, Kind
 from tests.metrics.conftest import require_prometheus
 
 ROOT = Path(__file__).parents[2]

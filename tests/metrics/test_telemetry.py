@@ -91,7 +91,7 @@ def test_logs_have_request_ids_and_prompts_only_where_asked(service: Service, tr
         assert TRACE in line["trace"]
     plain = [x for x in lines if any(f'"{reply}-' in x for reply in traffic.ids[APP_NAME])]
     assert len(plain) == len(traffic.ids[APP_NAME])
-    assert all("llm42.observe: request " in x and " request_id=" in x for x in plain)
+    assert all("llm42.telemetry.request_metrics: request " in x and " request_id=" in x for x in plain)
     leaks = [x for x in lines if "Quibblewick" in x and not x.startswith('{"time"')]
     assert leaks == []
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.driver import Generator
 from llm42.embedded import Reporting
 from llm42.local import LocalVerifier
-from llm42.observe import Observed
-from llm42.prometheus import PrometheusMetrics
+from llm42.telemetry.request_metrics import Observed
+from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.protocol import RequestStats
 from llm42.top import Interval, Page
 from tests.support import Lab, request_of

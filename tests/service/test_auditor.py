@@ -9,7 +9,7 @@ import pytest
 
 from llm42_serve.replica.spot_check import Auditor, same_answer
 from llm42_serve.replica.verifier_pool import Member
-from llm42.metrics import AUDIT_MISMATCHES, AUDITS, NullMetrics
+from llm42.telemetry.metrics import AUDIT_MISMATCHES, AUDITS, NullMetrics
 from llm42.protocol import Commit, SamplingParams, Window
 from tests.service.stand_ins import Actor, Call, answer
 

@@ -15,7 +15,7 @@ from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import AFFINITY_TOKENS, VerifierPool
 from llm42.config import Settings
-from llm42.metrics import NullMetrics
+from llm42.telemetry.metrics import NullMetrics
 from llm42.protocol import VerifierUnavailable
 from tests.service.pools import Handle, Published, pool_of, returns, window
 

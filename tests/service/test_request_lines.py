@@ -12,9 +12,9 @@ import pytest
 
 from llm42.api.json_bodies import MAX_BYTES
 from llm42.config import TelemetrySettings
-from llm42.logs import LOGGERS, configure, event
-from llm42.metrics import NullMetrics
-from llm42.observe import Observed
+from llm42.telemetry.logs import LOGGERS, configure, event
+from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.request_metrics import Observed
 from llm42.protocol import Delta, Overloaded, Request
 from llm42.tokenizer import Tokenizer
 from tests.service.scripted import JSON, chat, client, completion, hello

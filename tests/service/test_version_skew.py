@@ -31,7 +31,7 @@ from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.replica.verifier_pool import Member, VerifierPool
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
-from llm42.metrics import NullMetrics
+from llm42.telemetry.metrics import NullMetrics
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, VersionSkew, Window
 from llm42.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier

@@ -233,8 +233,8 @@ def test_every_module_that_makes_an_output_counts(tmp_path: Path) -> None:
 
 
 USED_BY_WHAT_COUNTS = {
-    *("llm42/__init__.py", "llm42/config.py", "llm42/logs.py", "llm42/metrics.py", "llm42/observe.py"),
-    *("llm42/tracing.py", "llm42/models/errors.py", "llm42/engine/base.py", "llm42/engine/build.py"),
+    *("llm42/__init__.py", "llm42/config.py", "llm42/telemetry/logs.py", "llm42/telemetry/metrics.py", "llm42/telemetry/request_metrics.py"),
+    *("llm42/telemetry/tracing.py", "llm42/models/errors.py", "llm42/engine/base.py", "llm42/engine/build.py"),
     *("deployments/__init__.py", "deployments/llm42_serve/verifiers/names.py", "deployments/llm42_serve/replica/admission.py", "deployments/llm42_serve/replica/spot_check.py"),
     *("llm42/api/audit_routes.py", "llm42/api/errors.py", "llm42/api/keys.py"),
     *("deployments/llm42_serve/ray_metrics.py", "deployments/llm42_serve/verifiers/supervisor.py", "deployments/llm42_serve/replica/supervisor_link.py"),

@@ -16,12 +16,12 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm42.config import TelemetrySettings
-from llm42.logs import LOGGERS, configure, event
-from llm42.metrics import NullMetrics
-from llm42.observe import Observed
-from llm42.prometheus import PrometheusMetrics
+from llm42.telemetry.logs import LOGGERS, configure, event
+from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.request_metrics import Observed
+from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestStats
-from llm42.tracing import NullTracer, OtelTracer, Tracer, TracingUnavailable, make_tracer
+from llm42.telemetry.tracing import NullTracer, OtelTracer, Tracer, TracingUnavailable, make_tracer
 
 REQUEST = Request("cmpl-1-0", (7, 8, 9), 4, deterministic=True)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -102,7 +102,7 @@ async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) ->
     assert line.pop("seconds") >= 0
     assert line.pop("time").endswith("+00:00")
     assert line == {
-        "level": "info", "component": "ingress", "logger": "llm42.observe", "message": "request",
+        "level": "info", "component": "ingress", "logger": "llm42.telemetry.request_metrics", "message": "request",
         "request_id": "cmpl-1-0", "mode": "deterministic", "outcome": "finished", "prompt_tokens": 3,
         "output_tokens": 3, "fingerprint": "llm42-f", "windows": 2, "rollbacks": 1,
     }  # fmt: skip
@@ -158,7 +158,7 @@ def test_tracing_is_off_by_default_and_then_imports_nothing() -> None:
     made = make_tracer(TelemetrySettings(), "ingress")
     assert isinstance(made, NullTracer)
     assert made.start("request", PARENT).carry(REQUEST) is REQUEST
-    code = "import sys, llm42.driver, llm42.observe; sys.exit('opentelemetry' in sys.modules)"
+    code = "import sys, llm42.driver, llm42.telemetry.request_metrics; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 

@@ -7,9 +7,9 @@ from prometheus_client import generate_latest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.cli import app
-from llm42.prometheus import PrometheusMetrics, metrics_page
+from llm42.telemetry.prometheus import PrometheusMetrics, metrics_page
 from llm42.top import Interval, NoMetrics, Page, sections, view
 
 

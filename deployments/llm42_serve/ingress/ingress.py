@@ -19,10 +19,10 @@ from llm42_serve.ray_metrics import RayMetrics
 from llm42.fingerprint.skew import Facts
 from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
-from llm42.logs import configure
-from llm42.metrics import FAILOVERS, Metrics, Scope
+from llm42.telemetry.logs import configure
+from llm42.telemetry.metrics import FAILOVERS, Metrics, Scope
 from llm42.models.description import check_model
-from llm42.observe import Observed, mode_of
+from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.protocol import (
     Commit,
     Delta,
@@ -33,7 +33,7 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.tracing import Tracer, make_tracer
+from llm42.telemetry.tracing import Tracer, make_tracer
 
 STATUS_TIMEOUT_S = 2.0
 

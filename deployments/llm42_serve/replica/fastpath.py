@@ -18,10 +18,10 @@ from llm42_serve.ray_metrics import RayMetrics
 from llm42.fingerprint.skew import Facts, require_agreement
 from llm42_serve.verifiers.actor import node_id
 from llm42_serve.replica.verifier_pool import VerifierPool
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.config import Settings, engine_threads
 from llm42.fingerprint import request_facts
-from llm42.logs import configure
+from llm42.telemetry.logs import configure
 from llm42.protocol import (
     Commit,
     Delta,
@@ -32,7 +32,7 @@ from llm42.protocol import (
     VersionSkew,
     Window,
 )
-from llm42.tracing import make_tracer
+from llm42.telemetry.tracing import make_tracer
 
 REPORT_S = 1.0
 

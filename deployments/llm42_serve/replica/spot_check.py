@@ -15,8 +15,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llm42 import metrics as m
-from llm42.metrics import Metrics
+from llm42.telemetry import metrics as m
+from llm42.telemetry.metrics import Metrics
 from llm42.protocol import Commit, Failure, Window
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from llm42_serve.ray_metrics import actor_metrics
 from llm42.config import Settings
 from llm42.fingerprint.environment import UnsteadyKernels
-from llm42.logs import configure, event
-from llm42.metrics import Scope
+from llm42.telemetry.logs import configure, event
+from llm42.telemetry.metrics import Scope
 from llm42.models.errors import ModelFileError
-from llm42.observe import VerifierReport
+from llm42.telemetry.request_metrics import VerifierReport
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window, across_releases
 from llm42.verifier.certify import CertificationFailed
 from llm42.verifier.core import Verifier

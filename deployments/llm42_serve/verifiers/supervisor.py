@@ -26,10 +26,10 @@ from llm42_serve.ray_metrics import actor_metrics
 from llm42_serve.verifiers.scaling import Scaler
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.watch import Watched
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
-from llm42.logs import configure, event
+from llm42.telemetry.logs import configure, event
 from llm42.protocol import across_releases
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Code that counts takes a `Metrics` and names a definition of this file: `metrics.inc(ROLLBACKS)`. Inside Ray
 the sink is deployments/llm42_serve/ray_metrics.py, which puts `ray_` before each name; embedded, it is
-llm42/prometheus.py; else `NullMetrics`. Counters get the suffix `_total` from the sinks.
+llm42/telemetry/prometheus.py; else `NullMetrics`. Counters get the suffix `_total` from the sinks.
 
 No label is unbounded: each has a fixed list of values, whatever else comes becoming "other", or is bounded by
 how many processes there are, which its definition says.

@@ -9,7 +9,7 @@ from typing import Any
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry
 
-from llm42.metrics import CATALOGUE, COMMON, Kind, Metric
+from llm42.telemetry.metrics import CATALOGUE, COMMON, Kind, Metric
 from llm42.protocol import LLM42Error
 
 

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from llm42 import metrics as m
+from llm42.telemetry import metrics as m
 from llm42.config import Settings
-from llm42.logs import event
+from llm42.telemetry.logs import event
 from llm42.protocol import Delta, LLM42Error, Request
-from llm42.tracing import NullTracer, Tracer
+from llm42.telemetry.tracing import NullTracer, Tracer
 
 if TYPE_CHECKING:
     from llm42.verifier.core import Verifier
