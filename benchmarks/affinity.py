@@ -29,7 +29,7 @@ from llm42.affinity import chat_prompts
 from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 OUTPUT = 512

@@ -70,7 +70,7 @@ def hf_config(model: LoadedModel) -> dict[str, object]:
 def prompts(gguf: str) -> list[list[int]]:
     """Chat prompts as token ids."""
     from llm42.demo import PROMPTS
-    from llm42.tokenizer import Tokenizer
+    from llm42.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(gguf)
     texts = [p + ending for ending in ENDINGS for p in PROMPTS][:PROMPT_COUNT]

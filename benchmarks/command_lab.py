@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 QUESTION = "Why is the sky blue?"
 

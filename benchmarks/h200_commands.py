@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.command_lab import QUESTION, Lab, plain_record
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 LLM42 = (sys.executable, "-m", "llm42")

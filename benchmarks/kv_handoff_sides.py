@@ -20,7 +20,7 @@ from llm42.models.export import config_json, export_model
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.core import Verifier
 
 BUCKETS = {"cpu": (8, 64, 128), "cuda": (64, 512)}

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.report import Figure, report
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 ANIMALS = ("cat", "dog", "horse", "owl", "whale", "bee", "wolf", "crab")
 FLAG = {"X-LLM42-Deterministic": "true"}

@@ -21,7 +21,7 @@ import httpx
 from benchmarks.report import RESULTS, Figure, arguments, report
 from llm42.api.app import create_app
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.hostile_bodies import bodies
 from tests.service.loop_gap import longest_gap, settle_heap
 from tests.service.scripted import Scripted, hello

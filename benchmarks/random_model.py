@@ -15,7 +15,7 @@ from llm42.models.export import config_json
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights, expected_shapes
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42_kernels.rotary import cos_sin_table
 
 ROPE = RopeSettings(theta=500000.0)

@@ -35,7 +35,7 @@ from llm42.driver import Generator  # noqa: E402
 from llm42.engine.vllm import VllmEngine  # noqa: E402
 from llm42.engine.vllm_connection import Connection  # noqa: E402
 from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
-from llm42.tokenizer import Tokenizer  # noqa: E402
+from llm42.text.tokenizer import Tokenizer  # noqa: E402
 
 REQUESTS, TOKENS, STEP_S, WINDOWS, VERIFY_S = 256, 128, 0.013, 4096, 0.02
 VOCAB = 49000

@@ -40,7 +40,7 @@ from benchmarks.vllm_setup import prompts_of  # noqa: E402
 from llm42_serve.launch import Service, absolute  # noqa: E402
 from llm42_serve.preflight import LaunchFailed  # noqa: E402
 from llm42.config import Settings  # noqa: E402
-from llm42.tokenizer import Tokenizer  # noqa: E402
+from llm42.text.tokenizer import Tokenizer  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.support import write_model  # noqa: E402
 

@@ -33,8 +33,8 @@ from llm42.protocol import (
     Window,
 )
 from llm42.session import Action, Emit, Extend, Rollback, Session
-from llm42.text import OutputText
-from llm42.tokenizer import Tokenizer
+from llm42.text.output_text import OutputText
+from llm42.text.tokenizer import Tokenizer
 from llm42.telemetry.tracing import NullTracer, Tracer
 from llm42.verify_call import VerifierClient, verify
 

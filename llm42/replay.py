@@ -31,7 +31,7 @@ from llm42.protocol import (
     Window,
 )
 from llm42.receipt import Keyring, Signature, finite, joint
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verdict import (
     Canonical,
     Difference,

@@ -15,8 +15,8 @@ from llm42.audit_question import prompt_fits
 from llm42.claims import Claim
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
 from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
-from llm42.text import OutputText
-from llm42.tokenizer import Tokenizer
+from llm42.text.output_text import OutputText
+from llm42.text.tokenizer import Tokenizer
 
 
 class Verdict(StrEnum):

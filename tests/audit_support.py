@@ -17,7 +17,7 @@ from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.core import Verifier
 from tests.support import Lab
 

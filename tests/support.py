@@ -36,7 +36,7 @@ from llm42.protocol import (
     Window,
 )
 from llm42.host.threads import set_threads, torch_threads
-from llm42.tokenizer import Detokenizer, Tokenizer
+from llm42.text.tokenizer import Detokenizer, Tokenizer
 from llm42.verifier.build import certificate_for, load_for
 from llm42.verifier.canonical import canonical_set
 from llm42.verifier.certify import Certificate

@@ -30,7 +30,7 @@ from llm42.config import Settings
 from llm42.protocol import LLM42Error, Overloaded, Request, RequestRejected
 from llm42.receipt import InvalidReceipt, Keyring
 from llm42.replay import Replayer, windows_per_call
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verdict import Finding, Verdict, summary
 
 if TYPE_CHECKING:

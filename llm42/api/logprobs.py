@@ -10,7 +10,7 @@ from llm42.receipt import finite
 
 
 class TokenNames(Protocol):
-    """How one token is shown (llm42.tokenizer.Tokenizer does it)."""
+    """How one token is shown (llm42.text.tokenizer.Tokenizer does it)."""
 
     def token_text(self, token: int) -> str:
         """Readable; special tokens spelled out."""

@@ -15,7 +15,7 @@ from llm42.api.prompts import echo_start, echoes_of, prompts_of, require_unicode
 from llm42.api.stops import special_stops
 from llm42.config import Settings
 from llm42.protocol import Request, RequestRejected, SamplingParams
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens on /v1/completions; chat defaults to what the context leaves."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from llm42.protocol import RequestRejected
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 """Stands for bytes that are no character, so any model can write it."""

@@ -15,7 +15,7 @@ from llm42.api.large import dump
 from llm42.api.requests import DetokenizeBody, TokenizeBody
 from llm42.api.prompts import render_chat, require_known, require_room, require_unicode
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 
 def text_routes(settings: Settings, tokenizer: Tokenizer, reader: BodyReader) -> APIRouter:

@@ -18,7 +18,7 @@ from llm42.fingerprint.libraries import installed_version
 from llm42.fingerprint.source import code_hash
 
 if TYPE_CHECKING:
-    from llm42.tokenizer import Tokenizer
+    from llm42.text.tokenizer import Tokenizer
 
 LIBRARIES = ("jinja2", "markupsafe", "pydantic", "pydantic_core", "tokenizers")
 """What makes ids of a body. Python's own json reads it; the HTTP libraries only carry it."""

@@ -16,7 +16,7 @@ from llm42.models.config import ModelConfig
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import read_json
 from llm42.models.gguf_reader import contents, open_gguf
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

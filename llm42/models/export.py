@@ -29,7 +29,7 @@ from llm42.models.load import identity_of
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX, SINGLE
 from llm42.models.weights import check_tensors, expected_shapes
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 SHARD_BYTES = 2 << 30

@@ -16,7 +16,7 @@ from llm42.models.description import load_tokenizer
 from llm42.models.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda, with_affinity
 from llm42.verifier.canonical import block_pool, canonical_runner, canonical_set
 from llm42.verifier.certify import (

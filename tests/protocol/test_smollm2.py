@@ -20,7 +20,7 @@ from llm42.models.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParams, Window
 from llm42.session import Action, Emit, Session
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.core import Verifier
 from tests.support import ENGINES, AnyEngine, VllmPool

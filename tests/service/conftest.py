@@ -11,7 +11,7 @@ import pytest
 
 from llm42_serve.launch import Service, absolute
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.conftest import SERVED
 from tests.service.served import Application
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llm42.api.app import create_app
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import Script, Scripted
 
 

@@ -13,7 +13,7 @@ import httpx
 from llm42.api.app import Status, create_app
 from llm42.config import Settings
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, RequestStats, TokenLogprob, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 SETTINGS = Settings()
 MODEL = SETTINGS.model.name

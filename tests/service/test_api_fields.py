@@ -10,7 +10,7 @@ import pytest
 
 from llm42 import __version__
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import (
     JSON,
     MODEL,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, assert_error, chat, client, completion
 
 DEEP = b'{"model": ' + b"[" * 100_000

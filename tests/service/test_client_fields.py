@@ -9,7 +9,7 @@ import pytest
 
 from llm42.api.other_fields import HARMLESS, NEUTRAL, is_neutral, refusal
 from llm42.api.requests import ChatBody, CompletionBody, TokenizeBody
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion
 
 NOTHING: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.protocol import Delta, Overloaded, Request, VerifierUnavailable
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import MODEL, SETTINGS, Script, Scripted, hello
 
 TALK: Any = [{"role": "user", "content": "Hi"}]

@@ -12,7 +12,7 @@ import pytest
 from llm42.api.requests import CompletionBody
 from llm42.api.plan import plan
 from llm42.protocol import Delta, FinishReason, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion, events
 from tests.support import SPECIAL, Lab, collect
 

@@ -16,7 +16,7 @@ import pytest
 
 from llm42_serve.launch import Service
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.oracle import Answer, ask, noise
 from tests.service.served import on_a_real_model_too
 

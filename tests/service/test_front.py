@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from llm42.api.app import create_app
 from llm42.api.json_bodies import most_bytes
 from llm42.config import Settings
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, MODEL, SETTINGS, Scripted, assert_error, client, completion, hello
 
 GETS = [

@@ -15,7 +15,7 @@ from llm42.api.app import create_app
 from llm42.api.requests import CompletionBody
 from llm42.api.plan import plan
 from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestRejected, VerifierUnavailable
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import (
     JSON,
     MODEL,

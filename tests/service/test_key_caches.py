@@ -18,7 +18,7 @@ from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import Scripted, completion, hello
 
 KEYS = {"first": "key one of sixteen bytes", "second": "key two of sixteen bytes"}

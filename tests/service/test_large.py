@@ -16,7 +16,7 @@ from llm42.api.large import LARGE, MAX_ENTRIES, SLICE, OffLoop, dump
 from llm42.api.render import Renderer
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion, events
 
 SMALL = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=4))

@@ -12,7 +12,7 @@ import pytest
 
 from llm42.api import sse
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob, VerifierUnavailable
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import chat, client, completion
 
 ENDS = "".join(

@@ -17,7 +17,7 @@ from llm42.api.app import create_app
 from llm42.api.json_bodies import MAX_PARTS, load, most_bytes
 from llm42.config import Settings
 from llm42.protocol import RequestRejected
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.hostile_bodies import bodies
 from tests.service.loop_gap import longest_gap, settle_heap
 from tests.service.scripted import MODEL, SETTINGS, Scripted, chat, completion, hello

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client
 
 REPLY = {"role": "assistant", "content": "hello"}

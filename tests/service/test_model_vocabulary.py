@@ -22,7 +22,7 @@ from llm42.config import Settings
 from llm42.driver import Generator
 from llm42.engine.torch_engine import TorchEngine
 from llm42.protocol import Request, RequestRejected, SamplingParams
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import load_for
 from tests.service.scripted import assert_error, client
 from tests.support import VOCAB, write_model

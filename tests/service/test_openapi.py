@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import SETTINGS, Scripted, hello
 
 schemathesis: Any = pytest.importorskip("schemathesis", reason="pip install schemathesis to run this")

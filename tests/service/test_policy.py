@@ -12,7 +12,7 @@ import pytest
 from llm42.api import keys as policy
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion
 
 KEYS = {"full": {}, "never": {"deterministic_share": 0}, "half": {"deterministic_share": 0.5},

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import Script, assert_error, chat, client, completion, events
 
 PROMPT = [19556, 28, 905]

@@ -16,7 +16,7 @@ from llm42.telemetry.logs import LOGGERS, configure, event
 from llm42.telemetry.metrics import NullMetrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.protocol import Delta, Overloaded, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, chat, client, completion, hello
 from tests.service.test_policy import bearer, settings_of
 
@@ -98,7 +98,7 @@ async def test_unknown_paths_and_lost_bodies_have_one_too(tokenizer: Tokenizer, 
 async def test_a_template_that_quotes_a_message_is_not_logged(
     tokenizer: Tokenizer, lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llm42.chat_template import ChatTemplate
+    from llm42.text.chat_template import ChatTemplate
 
     template = ChatTemplate("{{ raise_exception('no: ' + messages[0].content) }}", {})
     monkeypatch.setattr(tokenizer, "_templates", {"default": template})

@@ -17,7 +17,7 @@ from llm42.api.app import create_app
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, SETTINGS, Scripted, assert_error, chat, client, completion, hello
 
 

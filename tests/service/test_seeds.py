@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import client, completion
 
 

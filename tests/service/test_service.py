@@ -20,7 +20,7 @@ from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
 from llm42.models.load import sampled_identity
 from llm42.protocol import SamplingParams
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.core import Verifier
 from tests.service.oracle import Answer, ask, decode_alone, noise

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import chat, client, completion, events
 from tests.support import SPECIAL, _backend
 

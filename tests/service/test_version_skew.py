@@ -33,7 +33,7 @@ from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
 from llm42.telemetry.metrics import NullMetrics
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, VersionSkew, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.core import Verifier
 from tests.service.stand_ins import Call
@@ -315,7 +315,7 @@ from pathlib import Path
 from llm42.api.audit_routes import planner
 from llm42.config import Settings
 from llm42.fingerprint import request_facts
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 tree, body, elsewhere, libraries = json.loads(sys.argv[1])
 found = {}

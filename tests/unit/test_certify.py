@@ -22,7 +22,7 @@ from llm42.fingerprint import device, libraries
 from llm42.models.load import load_model, sampled_identity
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify import (
     Certificate,

@@ -6,7 +6,7 @@ import pytest
 
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import load_for
 from llm42.verifier.certify import CertificationFailed, certify_cpu
 from llm42.verifier.plants import PLANTS

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import transformers
 
-from llm42.chat_template import ChatTemplate
+from llm42.text.chat_template import ChatTemplate
 from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.protocol import RequestRejected
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 PATH = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
 USER = {"role": "user", "content": "What is 2 + 2? <b>&\"'</b> 日本"}

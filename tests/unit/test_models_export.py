@@ -21,7 +21,7 @@ from llm42.models.load import load_model
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 SHAPE = {
     "vocab_size": 300,

@@ -12,8 +12,8 @@ from tokenizers import decoders
 from llm42.claims import Claim
 from llm42.outputs import to_delta
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
-from llm42.text import OutputText
-from llm42.tokenizer import Tokenizer
+from llm42.text.output_text import OutputText
+from llm42.text.tokenizer import Tokenizer
 from llm42.verdict import text_problem
 from tests.support import write_model
 from tests.unit.test_text import FALLBACK, tokens_of

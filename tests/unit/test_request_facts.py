@@ -16,7 +16,7 @@ from llm42.config import Settings
 from llm42.fingerprint import request
 from llm42.models.description import load_tokenizer
 from llm42.models.load import sampled_identity
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.support import Lab, write_model
 
 

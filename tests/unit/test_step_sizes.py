@@ -18,7 +18,7 @@ from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.host.threads import torch_threads
-from llm42.tokenizer import Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import step_checks
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify import CertificationFailed

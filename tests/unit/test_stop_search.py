@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llm42.text import OutputText, StopSearch
-from llm42.tokenizer import Tokenizer
+from llm42.text.output_text import OutputText, StopSearch
+from llm42.text.tokenizer import Tokenizer
 from tests.support import write_model
 
 LETTERS = "ab€"

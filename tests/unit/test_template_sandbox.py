@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 import pytest
 
-from llm42.chat_template import ChatTemplate
+from llm42.text.chat_template import ChatTemplate
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.template_dates import strftime
+from llm42.text.template_dates import strftime
 from llm42.protocol import RequestRejected
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -218,7 +218,7 @@ PROGRAM = """
 import locale, time
 time.tzset()
 locale.setlocale(locale.LC_ALL, "")
-from llm42.chat_template import ChatTemplate
+from llm42.text.chat_template import ChatTemplate
 source = "{{ strftime_now('%s %Z %z %c %x %X %A %d %B %p %H') }}"
 print(ChatTemplate(source, {}).render([{"role": "user", "content": ""}], True))
 """

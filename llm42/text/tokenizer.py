@@ -13,12 +13,12 @@ from typing import Any
 
 import tokenizers
 
-from llm42.chat_template import FIXED_DATE, ChatTemplate
+from llm42.text.chat_template import FIXED_DATE, ChatTemplate
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.gguf_tokenizer import read_gguf
-from llm42.models.templates import DEFAULT, TOOL_USE, read_text
-from llm42.models.tokenizer_directory import read_directory
-from llm42.models.tokenizer_parts import added_around
+from llm42.text.gguf_tokenizer import read_gguf
+from llm42.text.templates import DEFAULT, TOOL_USE, read_text
+from llm42.text.tokenizer_directory import read_directory
+from llm42.text.tokenizer_parts import added_around
 from llm42.protocol import RequestRejected
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

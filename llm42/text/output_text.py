@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from llm42.protocol import Request
-from llm42.tokenizer import Detokenizer, Tokenizer
+from llm42.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import jinja2
 
-from llm42.models.template_dates import strftime
-from llm42.models.template_sandbox import Sandbox, Unrepeatable
+from llm42.text.template_dates import strftime
+from llm42.text.template_sandbox import Sandbox, Unrepeatable
 from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)

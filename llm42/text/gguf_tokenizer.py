@@ -16,8 +16,8 @@ from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import require_known, words
 from llm42.models.gguf_config import eos_token_ids
 from llm42.models.gguf_reader import metadata, open_gguf
-from llm42.models.templates import gguf_templates
-from llm42.models.tokenizer_parts import TokenizerParts
+from llm42.text.templates import gguf_templates
+from llm42.text.tokenizer_parts import TokenizerParts
 
 _CONTROL, _USER_DEFINED = 3, 4
 _KINDS = range(1, 7)

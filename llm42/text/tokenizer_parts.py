@@ -10,7 +10,7 @@ import tokenizers
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """`llm42.tokenizer.Tokenizer` is made of these."""
+    """`llm42.text.tokenizer.Tokenizer` is made of these."""
 
     backend: tokenizers.Tokenizer
     eos_token_ids: tuple[int, ...]

@@ -17,9 +17,9 @@ from llm42.models import generation
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.families import token_ids
 from llm42.models.files import read_json_if_there, require_known, words
-from llm42.models.templates import read_templates
-from llm42.models.tokenizer_json import read_backend
-from llm42.models.tokenizer_parts import TokenizerParts, added_around
+from llm42.text.templates import read_templates
+from llm42.text.tokenizer_json import read_backend
+from llm42.text.tokenizer_parts import TokenizerParts, added_around
 
 CONFIG = "tokenizer_config.json"
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))

@@ -12,7 +12,7 @@ import tokenizers
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import dropped, read_json, require_known, words
-from llm42.models.tokenizer_parts import added_around
+from llm42.text.tokenizer_parts import added_around
 
 _TOP = words("version model normalizer pre_tokenizer post_processor decoder added_tokens truncation padding")
 """truncation and padding are for training: they are switched off, as for a prompt everywhere."""
