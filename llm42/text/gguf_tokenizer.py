@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import require_known, words
-from llm42.models.gguf_config import eos_token_ids
-from llm42.models.gguf_reader import metadata, open_gguf
+from llm42.models.gguf.config import eos_token_ids
+from llm42.models.gguf.reader import metadata, open_gguf
 from llm42.text.templates import gguf_templates
 from llm42.text.tokenizer_parts import TokenizerParts
 

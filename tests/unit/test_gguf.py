@@ -15,7 +15,7 @@ from gguf_oracle import DECODERS, dequantise, interleaved, quantise, write_gguf
 from model_oracle import our_logits, report, their_logits, tiny_model, tokens_of
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.gguf import unpermute
+from llm42.models.gguf.source import unpermute
 from llm42.models.load import load_model
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
@@ -90,7 +90,7 @@ def test_control_the_row_order_matters(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "model.gguf"
     model = tiny_model("llama", **NARROW)
     write_gguf(path, model, "llama")
-    monkeypatch.setattr("llm42.models.gguf.unpermute", lambda rows, heads: rows)
+    monkeypatch.setattr("llm42.models.gguf.source.unpermute", lambda rows, heads: rows)
     assert difference(path, model) > 100 * TOLERANCE
 
 

@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
-from llm42.models.gguf_reader import metadata, open_gguf
+from llm42.models.gguf.reader import metadata, open_gguf
 from llm42.text.gguf_tokenizer import build_tokenizer
 from llm42.protocol import RequestRejected
 from llm42.text.tokenizer import Detokenizer, Tokenizer

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from llm42.models.config import ModelConfig
 from llm42.models.errors import UnsupportedModel
-from llm42.models.gguf_config import ROPE_DIVISORS
-from llm42.models.gguf_reader import open_gguf
+from llm42.models.gguf.config import ROPE_DIVISORS
+from llm42.models.gguf.reader import open_gguf
 
 _T = GGMLQuantizationType
 PLAIN_TYPES = {_T.F32, _T.F16, _T.BF16}

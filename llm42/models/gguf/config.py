@@ -9,7 +9,7 @@ from gguf import GGUFReader
 
 from llm42.models.config import ModelConfig
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.gguf_reader import contents, open_gguf
+from llm42.models.gguf.reader import contents, open_gguf
 from llm42.models.rope import RopeSettings, yarn_attention_factor
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
