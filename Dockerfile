@@ -24,7 +24,7 @@ COPY llm42 llm42
 COPY kernels kernels
 COPY deployments deployments
 RUN pip install ${PIP_ARGS} -c constraints.txt . \
-    && cd / && python -m llm42.models.fetch /opt/llm42/models/smollm2
+    && cd / && python -m llm42.checkpoint.fetch /opt/llm42/models/smollm2
 
 # vLLM brings the torch that it was built for, so constraints.txt, which pins another, holds for the rest only.
 FROM build AS build-gpu

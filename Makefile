@@ -86,7 +86,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	@touch $@
 
 $(MODEL): | $(INSTALLED)
-	$(BIN)/python -m llm42.models.fetch
+	$(BIN)/python -m llm42.checkpoint.fetch
 	@mkdir -p $(@D) && touch $@
 
 clean:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llm42.models.load import load_model
+from llm42.checkpoint.load import load_model
 from llm42.models.weights import LoadedModel
 
 PROMPT_COUNT = 64

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.affinity_flash import flash_rows
 from benchmarks.affinity_forward import Batch, Forward, Variant, linear, vllm_table
 from benchmarks.affinity_kernels import norm, silu_mul
-from llm42.models.load import load_model
+from llm42.checkpoint.load import load_model
 
 V = Variant
 CUSTOM = V("custom", "vllm", "rows", "activation")

@@ -141,7 +141,7 @@ def smollm2() -> dict[str, Any]:
     import os
 
     from benchmarks.verifier_reference import compare
-    from llm42.models.load import load_model
+    from llm42.checkpoint.load import load_model
 
     model = load_model(os.environ["SMOLLM2"], "bfloat16", "cuda", 8192)
     out: dict[str, Any] = {"certificate": certify_cuda(model, CudaSettings(BUCKETS, BLOCK, 8192)).to_json()}

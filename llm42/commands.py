@@ -27,7 +27,7 @@ def run_certify(settings: Settings, plants: list[str], as_json: bool) -> int:
     """Certifies afresh and prints the outcome. Returns the exit code: 0 passed, 1 failed, 2 unknown plant."""
     if "split-k" in plants and settings.model.device == "cuda":
         allow_workspace()  # the plant is the library as it comes
-    from llm42.models.load import load_model, require_device
+    from llm42.checkpoint.load import load_model, require_device
     from llm42.verifier.build import certify, plants_of
     from llm42.verifier.certify import Certificate, CertificationFailed
 

@@ -11,8 +11,8 @@ from llm42.driver import Generator
 from llm42.engine.build import build_engine
 from llm42.local import LocalVerifier
 from llm42.telemetry.metrics import Metrics, NullMetrics
-from llm42.models.description import load_tokenizer
-from llm42.models.load import require_device
+from llm42.checkpoint.description import load_tokenizer
+from llm42.checkpoint.load import require_device
 from llm42.telemetry.request_metrics import Observed, VerifierReport
 from llm42.protocol import Delta, Request
 from llm42.telemetry.tracing import make_tracer

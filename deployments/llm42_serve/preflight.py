@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llm42.config import Settings
-from llm42.models.description import check_model
-from llm42.models.fetch import DEFAULT_DIR
+from llm42.checkpoint.description import check_model
+from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.protocol import LLM42Error
 from llm42.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
@@ -35,7 +35,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
     server, model = settings.server, Path(settings.model.path)
     if not model.exists():
         default = DEFAULT_DIR.name in model.parts
-        hint = " It is fetched by `make run`, or by: python -m llm42.models.fetch" if default else ""
+        hint = " It is fetched by `make run`, or by: python -m llm42.checkpoint.fetch" if default else ""
         raise LaunchFailed(f"There is no model at {model} (model.path).{hint}")
     require_free_port(server.host, server.port)
     if port := settings.telemetry.metrics_port:
@@ -49,7 +49,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
 
             require_vllm()
         if settings.model.device == "cuda":
-            from llm42.models.load import require_device
+            from llm42.checkpoint.load import require_device
 
             require_device("cuda")
             _require_gpus(settings, say)

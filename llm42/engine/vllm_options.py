@@ -10,7 +10,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
-from llm42.models.description import read_config
+from llm42.checkpoint.description import read_config
 from llm42.models.export import export_model
 from llm42.protocol import LLM42Error
 from llm42_kernels.rmsnorm import TIMED_BEYOND

@@ -12,8 +12,8 @@ from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
 from llm42.config import Settings
 from llm42.fingerprint.environment import require_steady_kernels
-from llm42.models.description import load_tokenizer
-from llm42.models.load import load_model
+from llm42.checkpoint.description import load_tokenizer
+from llm42.checkpoint.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
 from llm42.text.tokenizer import Tokenizer

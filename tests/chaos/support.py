@@ -20,7 +20,7 @@ from llm42_serve.verifiers.names import get_actor, get_or_create_supervisor, ver
 from llm42_serve.app import build
 from llm42_serve.launch import Service
 from llm42.config import Settings
-from llm42.models.load import sampled_identity
+from llm42.checkpoint.load import sampled_identity
 from llm42.protocol import Request, SamplingParams
 from tests.support import Lab, prompt_of
 

@@ -16,7 +16,7 @@ from llm42.config import EngineSettings, Settings
 from llm42.driver import Generator
 from llm42.engine.torch_engine import TorchEngine
 from llm42.local import LocalVerifier
-from llm42.models.fetch import fetch_smollm2
+from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParams, Window
 from llm42.session import Action, Emit, Session

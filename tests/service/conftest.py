@@ -53,5 +53,5 @@ def tokenizer() -> Tokenizer:
     """The default model's."""
     path = Settings().model.path
     if not Path(path).is_file():
-        pytest.fail("the default model is missing: python -m llm42.models.fetch")
+        pytest.fail("the default model is missing: python -m llm42.checkpoint.fetch")
     return Tokenizer.load(path)

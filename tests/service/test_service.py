@@ -18,7 +18,7 @@ from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 from llm42_serve.launch import APP_NAME, Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
-from llm42.models.load import sampled_identity
+from llm42.checkpoint.load import sampled_identity
 from llm42.protocol import SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier

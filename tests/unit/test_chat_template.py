@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from llm42.text.chat_template import ChatTemplate
-from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
+from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.protocol import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 

@@ -22,8 +22,8 @@ from llm42.config import Settings
 from llm42.demo import run_demo
 from llm42.engine import build, vllm
 from llm42.engine.torch_engine import TorchEngine
-from llm42.models import load
-from llm42.models.load import DeviceUnavailable
+from llm42.checkpoint import load
+from llm42.checkpoint.load import DeviceUnavailable
 from llm42.protocol import LLM42Error
 from llm42.verifier import build as verifier_build
 from llm42.verifier.build import load_for

@@ -15,10 +15,10 @@ from model_oracle import tiny_model
 
 from llm42.config import ModelSettings
 from llm42.models import families
-from llm42.models.description import check_model, notes, read_config
+from llm42.checkpoint.description import check_model, notes, read_config
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
-from llm42.models.load import load_model
+from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
+from llm42.checkpoint.load import load_model
 from tests.support import CONFIG, write_model
 
 SMOLLM2 = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
@@ -176,7 +176,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(place: Path) -> None:
 PROGRAM = """
 import sys, time
 from llm42.config import ModelSettings
-from llm42.models.description import check_model
+from llm42.checkpoint.description import check_model
 check_model(ModelSettings(path=sys.argv[1], max_model_len=256))
 assert "torch" not in sys.modules, "reading a description loads PyTorch"
 """

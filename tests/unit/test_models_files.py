@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.load import load_model
+from llm42.checkpoint.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.protocol import LLM42Error
 

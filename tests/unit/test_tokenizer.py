@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from llm42.models.errors import ModelFileError, UnsupportedModel
-from llm42.models.fetch import DEFAULT_DIR, fetch_smollm2
+from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.models.gguf.reader import metadata, open_gguf
 from llm42.text.gguf_tokenizer import build_tokenizer
 from llm42.protocol import RequestRejected

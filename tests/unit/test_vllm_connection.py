@@ -21,7 +21,7 @@ from llm42.engine.vllm import VllmEngine
 from llm42.engine.vllm_connection import check_version
 from llm42.engine.vllm_options import EngineUnavailable, engine_arguments, model_directory
 from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
-from llm42.models.description import load_tokenizer
+from llm42.checkpoint.description import load_tokenizer
 from llm42.models.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch

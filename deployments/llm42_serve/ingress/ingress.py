@@ -21,7 +21,7 @@ from llm42.config import ServerSettings, Settings
 from llm42.fingerprint import request_facts
 from llm42.telemetry.logs import configure
 from llm42.telemetry.metrics import FAILOVERS, Metrics, Scope
-from llm42.models.description import check_model
+from llm42.checkpoint.description import check_model
 from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.protocol import (
     Commit,

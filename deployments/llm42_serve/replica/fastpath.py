@@ -74,7 +74,7 @@ class FastPath:
     def _build(self) -> tuple[Any, Any]:
         from llm42.driver import Generator
         from llm42.engine.build import build_engine
-        from llm42.models.description import load_tokenizer
+        from llm42.checkpoint.description import load_tokenizer
 
         tokenizer, engine = load_tokenizer(self._settings.model), build_engine(self._settings)
         parts = (self._settings, self._pool, self._metrics, self._tracer)

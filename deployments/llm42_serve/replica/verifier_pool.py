@@ -26,7 +26,7 @@ from llm42_serve.replica.window_batches import WindowBatches
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
-from llm42.models.load import sampled_identity
+from llm42.checkpoint.load import sampled_identity
 from llm42.protocol import Commit, Failure, LLM42Error, Overloaded, VerifierUnavailable, Window
 
 log = logging.getLogger(__name__)

@@ -120,7 +120,7 @@ class VerifierActor:
                 pause = min(2 * pause, RETRY_MAX_S)
 
     def _build(self) -> Verifier:
-        from llm42.models.load import sampled_identity
+        from llm42.checkpoint.load import sampled_identity
         from llm42.verifier.build import build_verifier, certificate_for, load_for
 
         found = sampled_identity(self._settings.model.path)

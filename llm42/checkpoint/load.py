@@ -13,7 +13,7 @@ import torch
 
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.models.description import read_config, require_context
+from llm42.checkpoint.description import read_config, require_context
 from llm42.models.errors import ModelFileError
 from llm42.models.gguf.source import GGUFSource
 from llm42.models.safetensors import SafetensorsSource

@@ -1,0 +1,1 @@
+"""A model's files as a whole: described, loaded, downloaded."""
