@@ -70,7 +70,7 @@ def verifier_process(pipe: Pipe) -> None:
 
 
 class RemoteVerifier:
-    """llm42.driver.VerifierClient over the pipe; every candidate counts as accepted."""
+    """llm42.session.driver.VerifierClient over the pipe; every candidate counts as accepted."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._numbers = pipe, iter(range(1 << 62))
@@ -206,7 +206,7 @@ class NoText:
 
 def shared(args: argparse.Namespace) -> dict[str, Any]:
     """One verifier, one vLLM beside it, four runs."""
-    from llm42 import driver
+    from llm42.session import driver
 
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()

@@ -31,7 +31,7 @@ import ray  # noqa: E402
 from benchmarks.report import RESULTS, Figure, report  # noqa: E402
 from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
 from llm42.config import Settings  # noqa: E402
-from llm42.driver import Generator  # noqa: E402
+from llm42.session.driver import Generator  # noqa: E402
 from llm42.engine.vllm import VllmEngine  # noqa: E402
 from llm42.engine.vllm_connection import Connection  # noqa: E402
 from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.report import Figure, arguments, report
 from benchmarks.session_events import Costs, Simulation
 from llm42.protocol import Commit
-from llm42.session import Session
+from llm42.session.machine import Session
 
 RATES = (0.0, 0.001, 0.01, 0.04)
 SLOTS = (8, 64, 256)

@@ -15,7 +15,7 @@ from typing import Any
 
 from llm42.affinity_trace import OperatorDifference, first_difference
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.protocol import Failure, Request, SamplingParams, VerificationFailed, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.core import Verifier

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.embedded import Embedded
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.text.tokenizer import Tokenizer

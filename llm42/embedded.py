@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, nullcontext
 
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.engine.build import build_engine
 from llm42.local import LocalVerifier
 from llm42.telemetry.metrics import Metrics, NullMetrics

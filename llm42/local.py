@@ -9,7 +9,7 @@ from llm42.verifier.core import Verifier
 
 
 class LocalVerifier:
-    """llm42.driver.VerifierClient over a Verifier in this process."""
+    """llm42.session.driver.VerifierClient over a Verifier in this process."""
 
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier

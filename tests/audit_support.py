@@ -14,7 +14,7 @@ import httpx
 
 from llm42.api.app import Status, create_app
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
-from llm42.driver import Generator, VerifierClient
+from llm42.session.driver import Generator, VerifierClient
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch_engine import TorchEngine
 from llm42.engine.vllm import VllmEngine

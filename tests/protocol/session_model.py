@@ -14,7 +14,7 @@ from random import Random
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
-from llm42.session import Action, Emit, Extend, Rollback, Session
+from llm42.session.machine import Action, Emit, Extend, Rollback, Session
 
 VOCAB, END = 40, 0
 PROMPT = (3, 1, 4, 1, 5)

@@ -10,7 +10,7 @@ import pytest
 
 from llm42.cache import BlockPool
 from llm42.protocol import Delta, Request
-from llm42.session import Session
+from llm42.session.machine import Session
 from tests.support import Lab, both_engines, collect, differences, request_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm42.telemetry import metrics as m
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.embedded import Reporting
 from llm42.local import LocalVerifier
 from llm42.telemetry.request_metrics import Observed

@@ -13,8 +13,8 @@ import pytest
 from llm42.api.errors import ServiceUnavailable
 from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 from llm42.config import ServerSettings
-from llm42.driver import Generator
-from llm42.outputs import EngineFailed
+from llm42.session.driver import Generator
+from llm42.session.outputs import EngineFailed
 from llm42.protocol import (
     Delta,
     FingerprintChanged,

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from llm42 import cache, driver
+from llm42 import cache
+from llm42.session import driver
 from llm42.cache import KVCache
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch_engine import Running, TorchEngine
 from llm42.local import LocalVerifier
 from llm42.protocol import Commit, Failure, Overloaded, Request, SamplingParams, Window
 from llm42.sampling import Sampled
-from llm42.session import Session
+from llm42.session.machine import Session
 from llm42.verifier.core import Verifier
 from llm42.verifier.cpu_runner import CPURunner
 from llm42.verifier.plan import SequenceRows

@@ -11,7 +11,7 @@ from benchmarks.session_events import Costs, Simulation
 from benchmarks.session_sim import Before
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, Request, VerifyTimings
-from llm42.session import Extend, Rollback, Session
+from llm42.session.machine import Extend, Rollback, Session
 from tests.protocol.session_model import PROMPT, VOCAB, canonical, play, verify
 
 SETTINGS = SessionSettings()

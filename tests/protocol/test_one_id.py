@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llm42.engine.base import SAME_ID
-from llm42.outputs import EngineFailed
+from llm42.session.outputs import EngineFailed
 from tests.support import (
     Answer,
     Lab,

@@ -10,7 +10,7 @@ import pytest
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, TokenLogprob, Window
-from llm42.session import Action, Emit, Extend, Rollback, Session
+from llm42.session.machine import Action, Emit, Extend, Rollback, Session
 from tests.protocol.session_model import END, VOCAB, play, verify
 from tests.support import Answer, differences
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.local import LocalVerifier
 from llm42.protocol import (
     Commit,

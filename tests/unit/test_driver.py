@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
-from llm42.driver import _Drive
+from llm42.session.driver import _Drive
 from llm42.engine.base import EngineOutput
 from llm42.protocol import LLM42Error, Request
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from llm42 import driver
+from llm42.session import driver
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput, Sink
-from llm42.inbox import Inbox
-from llm42.outputs import EngineFailed
+from llm42.session.inbox import Inbox
+from llm42.session.outputs import EngineFailed
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 
 STEP_S = 0.002

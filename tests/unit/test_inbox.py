@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from llm42.engine.base import EngineOutput
-from llm42.inbox import ANY, NONE, Inbox
+from llm42.session.inbox import ANY, NONE, Inbox
 from llm42.protocol import FinishReason, LLM42Error
 
 PATIENCE_S = 5.0

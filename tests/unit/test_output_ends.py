@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from llm42.claims import Claim
-from llm42.outputs import to_delta
+from llm42.session.outputs import to_delta
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer

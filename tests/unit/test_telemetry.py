@@ -158,7 +158,7 @@ def test_tracing_is_off_by_default_and_then_imports_nothing() -> None:
     made = make_tracer(TelemetrySettings(), "ingress")
     assert isinstance(made, NullTracer)
     assert made.start("request", PARENT).carry(REQUEST) is REQUEST
-    code = "import sys, llm42.driver, llm42.telemetry.request_metrics; sys.exit('opentelemetry' in sys.modules)"
+    code = "import sys, llm42.session.driver, llm42.telemetry.request_metrics; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 

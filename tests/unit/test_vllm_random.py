@@ -13,7 +13,7 @@ import pytest
 from fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
 
 from llm42.config import Settings
-from llm42.driver import Generator
+from llm42.session.driver import Generator
 from llm42.engine.vllm import VllmEngine
 from llm42.protocol import Commit, Failure, Request, RequestStats, TokenLogprob, Window
 
@@ -163,7 +163,7 @@ class Text:
 def serve(scene: Scene, count: int, every: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
     """`count` deterministic requests among best-effort ones. Returns (wrong outputs, rollbacks, rollbacks
     that could not be avoided)."""
-    from llm42 import driver
+    from llm42.session import driver
 
     class Output:
         stopped = False

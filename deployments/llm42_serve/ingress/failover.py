@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from llm42.api.errors import ServiceUnavailable
 from llm42.config import ServerSettings
-from llm42.outputs import EngineFailed
+from llm42.session.outputs import EngineFailed
 from llm42.protocol import (
     Delta,
     FingerprintChanged,

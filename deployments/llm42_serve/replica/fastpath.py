@@ -72,7 +72,7 @@ class FastPath:
         self._reporter = asyncio.get_running_loop().create_task(self._report())
 
     def _build(self) -> tuple[Any, Any]:
-        from llm42.driver import Generator
+        from llm42.session.driver import Generator
         from llm42.engine.build import build_engine
         from llm42.checkpoint.description import load_tokenizer
 

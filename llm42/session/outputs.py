@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from llm42.engine.base import EngineOutput
 from llm42.protocol import Delta, FinishReason, LLM42Error, Request, RequestRejected, TokenLogprob
-from llm42.session import Session
+from llm42.session.machine import Session
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
 

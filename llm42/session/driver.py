@@ -1,6 +1,6 @@
 """Runs requests: connects an engine, a verifier client and a tokenizer, and streams deltas.
 
-A deterministic request is a session (llm42/session.py) driven by two kinds of events, candidates and
+A deterministic request is a session (llm42/session/machine.py) driven by two kinds of events, candidates and
 commits; a best-effort request passes the engine's output through. Leaving the generator, for whatever
 reason, frees everything.
 """
@@ -17,9 +17,9 @@ from dataclasses import replace
 from llm42.telemetry import metrics as m
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
-from llm42.inbox import ANY, NONE, Inbox
-from llm42.outputs import joined, prompt_alone, require_no_error, to_delta
-from llm42.prompt_scores import score_prompt
+from llm42.session.inbox import ANY, NONE, Inbox
+from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
+from llm42.session.prompt_scores import score_prompt
 from llm42.protocol import (
     Commit,
     Delta,
@@ -32,11 +32,11 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.session import Action, Emit, Extend, Rollback, Session
+from llm42.session.machine import Action, Emit, Extend, Rollback, Session
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
 from llm42.telemetry.tracing import NullTracer, Tracer
-from llm42.verify_call import VerifierClient, verify
+from llm42.session.verify_call import VerifierClient, verify
 
 log = logging.getLogger(__name__)
 DELTA_S = 0.0004

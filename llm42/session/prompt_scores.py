@@ -22,7 +22,7 @@ from llm42.protocol import (
     Window,
 )
 from llm42.telemetry.tracing import Tracer
-from llm42.verify_call import VerifierClient, verify
+from llm42.session.verify_call import VerifierClient, verify
 
 CHUNK = 512
 """Most tokens that are scored in one window: half of a GPU's largest step, some seconds of a CPU."""
