@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llm42.engine.vllm_options import FIXED_COMPILATION
+from llm42.engine.vllm.options import FIXED_COMPILATION
 from llm42.models.weights import LoadedModel
 from llm42_kernels.rmsnorm import TIMED_BEYOND
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llm42.engine.vllm_options import FIXED_COMPILATION, UNSPLIT_ATTENTION
+from llm42.engine.vllm.options import FIXED_COMPILATION, UNSPLIT_ATTENTION
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -153,7 +153,7 @@ def vllm_settings(directory: str, share: float) -> Any:
 def engine_for(share: float) -> Any:
     """vLLM, started through the adapter."""
     from benchmarks.verifier_vllm import _model_directory
-    from llm42.engine.vllm import VllmEngine
+    from llm42.engine.vllm.engine import VllmEngine
 
     settings = vllm_settings(_model_directory(), share)
     began = time.perf_counter()

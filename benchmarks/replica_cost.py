@@ -32,8 +32,8 @@ from benchmarks.report import RESULTS, Figure, report  # noqa: E402
 from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.session.driver import Generator  # noqa: E402
-from llm42.engine.vllm import VllmEngine  # noqa: E402
-from llm42.engine.vllm_connection import Connection  # noqa: E402
+from llm42.engine.vllm.engine import VllmEngine  # noqa: E402
+from llm42.engine.vllm.connection import Connection  # noqa: E402
 from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
 

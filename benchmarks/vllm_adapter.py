@@ -27,8 +27,8 @@ from typing import Any
 from benchmarks.report import Figure, arguments, report
 from benchmarks.vllm_setup import add_arguments, prompts_of, settings_of
 from llm42.engine.base import EngineOutput
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_options import engine_arguments, model_directory
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.options import engine_arguments, model_directory
 from llm42.protocol import Request, SamplingParams
 
 OURS = ("scheduling_policy", "disable_log_stats", "max_logprobs", "enable_prefix_caching")

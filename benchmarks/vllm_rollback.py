@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.report import Figure, arguments, report
 from benchmarks.vllm_setup import add_arguments, prompts_of, settings_of
 from llm42.engine.base import EngineOutput
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_stream import Stream
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.stream import Stream
 from llm42.protocol import Request, SamplingParams
 
 BEFORE, LOST = 24, 8

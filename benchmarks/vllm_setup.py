@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.random_model import LLAMA_8B
 from benchmarks.report import RESULTS
 from llm42.config import Settings
-from llm42.models.export import config_json
+from llm42.engine.vllm.export import config_json
 
 CPU_KV_BYTES = 1 << 30
 

@@ -157,7 +157,7 @@ def measure_affinity(
     """Runs the configured fast path under load, replays its outputs, and compares operators where this
     process can see them. Raises LLM42Error."""
     from llm42.embedded import Embedded
-    from llm42.engine.torch_engine import TorchEngine
+    from llm42.engine.torch.engine import TorchEngine
     from llm42_kernels.cpu import cpu_operators
 
     with Embedded(settings, True, progress) as embedded:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llm42.cache import KVCache
 from llm42.config import Settings
-from llm42.engine.batch import BatchRunner, Rows
+from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
 from llm42.verifier.canonical import canonical_set

@@ -22,8 +22,8 @@ from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.session.driver import Generator, VerifierClient
 from llm42.engine.base import EngineOutput
-from llm42.engine.torch_engine import TorchEngine
-from llm42.engine.vllm import VllmEngine
+from llm42.engine.torch.engine import TorchEngine
+from llm42.engine.vllm.engine import VllmEngine
 from llm42.local import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (

@@ -45,7 +45,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
         Keyring.load(settings.audit)
         make_tracer(settings.telemetry, "preflight").close()
         if settings.engine.kind == "vllm":
-            from llm42.engine.vllm_options import require_vllm
+            from llm42.engine.vllm.options import require_vllm
 
             require_vllm()
         if settings.model.device == "cuda":

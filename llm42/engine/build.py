@@ -17,10 +17,10 @@ def build_engine(
     the torch engine's, where they are not the device's ordinary ones.
     """
     if settings.engine.kind == "vllm":
-        from llm42.engine.vllm import VllmEngine
+        from llm42.engine.vllm.engine import VllmEngine
 
         return VllmEngine(settings).start()
-    from llm42.engine.torch_engine import TorchEngine
+    from llm42.engine.torch.engine import TorchEngine
 
     if model is None:
         from llm42.verifier.build import load_for

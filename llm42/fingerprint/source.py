@@ -53,7 +53,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/engine/*": "engines only propose: every token of a deterministic answer is the verifier's",
     "llm42/fingerprint/*": "says what the bits depend on, and makes none",
     "llm42/models/errors.py": _REFUSES,
-    "llm42/models/export.py": "writes a copy of the model for vLLM, which only proposes",
+    "llm42/engine/vllm/export.py": "writes a copy of the model for vLLM, which only proposes",
     "llm42/checkpoint/fetch.py": "brings files, whose contents are in the manifest",
     "deployments/__init__.py": "empty",
     "deployments/llm42_serve/verifiers/names.py": _STARTS,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llm42.engine.agreement import leave_only_drawn, warm_up
+from llm42.engine.vllm.agreement import leave_only_drawn, warm_up
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw
 from llm42.verifier.cuda_runner import attention_shape

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llm42.cache import KVCache
-from llm42.engine import agreement
+from llm42.engine.vllm import agreement
 from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llm42.engine.base import EngineOutput
-from llm42.engine.torch_engine import Running, TorchEngine
+from llm42.engine.torch.engine import Running, TorchEngine
 from tests.support import Lab, request_of, torch_threads
 
 ROUNDS = 120

@@ -20,7 +20,7 @@ from llm42.session import driver
 from llm42.cache import KVCache
 from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput
-from llm42.engine.torch_engine import Running, TorchEngine
+from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.local import LocalVerifier
 from llm42.protocol import Commit, Failure, Overloaded, Request, SamplingParams, Window
 from llm42.sampling import Sampled

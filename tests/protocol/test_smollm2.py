@@ -14,7 +14,7 @@ import pytest
 from llm42.session import driver
 from llm42.config import EngineSettings, Settings
 from llm42.session.driver import Generator
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.torch.engine import TorchEngine
 from llm42.local import LocalVerifier
 from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel

@@ -19,9 +19,9 @@ import pytest
 from llm42.config import Settings
 from llm42.embedded import Embedded
 from llm42.engine.base import EngineOutput
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_options import EngineUnavailable
-from llm42.engine.vllm_sampling import token_logprobs
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.options import EngineUnavailable
+from llm42.engine.vllm.sampling import token_logprobs
 from llm42.protocol import Overloaded, Request, SamplingParams
 from tests.support import (
     PENALISED,
@@ -203,7 +203,7 @@ def _engine_processes() -> list[psutil.Process]:
 LAUNCH = """
 import json, sys, time
 from llm42.config import Settings
-from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm.engine import VllmEngine
 if __name__ == "__main__":
     engine = VllmEngine(Settings.load(json.loads(sys.argv[1]))).start()
     print("ready", flush=True)

@@ -20,7 +20,7 @@ from llm42.audit_question import Questions
 from llm42.claims import Claim
 from llm42.config import Settings
 from llm42.session.driver import Generator
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.torch.engine import TorchEngine
 from llm42.protocol import Request, RequestRejected, SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import load_for

@@ -130,9 +130,9 @@ RuntimeError: Traceback (most recent call last):
     ^^^^^^^^^^^
 """
 ONE_LINE = (
-    "llm42.engine.vllm_options.EngineUnavailable: vLLM 0.27.0 did not start: ValueError: no such argument"
+    "llm42.engine.vllm.options.EngineUnavailable: vLLM 0.27.0 did not start: ValueError: no such argument"
 )
-SEVERAL = """llm42.engine.vllm_options.EngineUnavailable: vLLM did not start: 1 error for ModelConfig
+SEVERAL = """llm42.engine.vllm.options.EngineUnavailable: vLLM did not start: 1 error for ModelConfig
   Value error, there is no such dtype
     For further information visit https://errors.example
 Note: it is the last line
@@ -142,7 +142,7 @@ Note: it is the last line
 @pytest.mark.parametrize(
     ("message", "status", "said"),
     [
-        (TRACEBACK + ONE_LINE, "DEPLOY_FAILED", ONE_LINE.removeprefix("llm42.engine.vllm_options.")),
+        (TRACEBACK + ONE_LINE, "DEPLOY_FAILED", ONE_LINE.removeprefix("llm42.engine.vllm.options.")),
         (
             TRACEBACK + SEVERAL,
             "DEPLOY_FAILED",

@@ -20,8 +20,9 @@ from llm42 import cli
 from llm42.cli_errors import actionable
 from llm42.config import Settings
 from llm42.demo import run_demo
-from llm42.engine import build, vllm
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine import build
+from llm42.engine.vllm import engine as vllm
+from llm42.engine.torch.engine import TorchEngine
 from llm42.checkpoint import load
 from llm42.checkpoint.load import DeviceUnavailable
 from llm42.protocol import LLM42Error
@@ -270,7 +271,7 @@ def test_the_demonstration_runs_the_configured_engine(
         return make
 
     monkeypatch.setattr(vllm, "VllmEngine", engine("vllm"))
-    monkeypatch.setattr("llm42.engine.torch_engine.TorchEngine", engine("torch"))
+    monkeypatch.setattr("llm42.engine.torch.engine.TorchEngine", engine("torch"))
     result = run_demo(_tiny(tmp_path, kind), requests=2, load=2, tokens=12)
     assert started == [kind]
     assert (result.fast_path_products == "vLLM's") == (kind == "vllm")
@@ -297,7 +298,7 @@ def test_build_engine_hands_operators_to_the_torch_engine(monkeypatch: pytest.Mo
         def start(self) -> Engine:
             return self
 
-    monkeypatch.setattr("llm42.engine.torch_engine.TorchEngine", Engine)
+    monkeypatch.setattr("llm42.engine.torch.engine.TorchEngine", Engine)
     model, operators = SimpleNamespace(), SimpleNamespace()
     build.build_engine(Settings(), model, operators)  # type: ignore[arg-type]
     assert given == [(model, Settings().engine, operators)]

@@ -17,8 +17,8 @@ import torch
 from llm42.cache import KVCache
 from llm42.config import EngineSettings, Settings
 from llm42.engine.base import EngineOutput
-from llm42.engine.batch import BatchRunner, FusedAttention, PlainAttention, Rows
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.torch.batch import BatchRunner, FusedAttention, PlainAttention, Rows
+from llm42.engine.torch.engine import TorchEngine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, SamplingParams
 from llm42.sampling import draw
@@ -535,7 +535,7 @@ def test_a_request_whose_draw_fails_ends_alone(model: LoadedModel, monkeypatch: 
             raise IndexError("planted")
         return draw(logits, params, *rest)
 
-    monkeypatch.setattr("llm42.engine.torch_engine.draw", draw_or_fail)
+    monkeypatch.setattr("llm42.engine.torch.engine.draw", draw_or_fail)
     engine = engine_of(model)
     bad = submit(engine, replace(request_of("bad", 9), sampling=SamplingParams(seed=13)))
     good = submit(engine, request_of("good", 1, max_tokens=8))
@@ -549,7 +549,7 @@ def test_a_lost_device_ends_the_engine_and_tells_all(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a fault in a kernel nothing works any more in that process: the replica must be replaced."""
-    monkeypatch.setattr("llm42.engine.torch_engine.device_lost", lambda device: True)
+    monkeypatch.setattr("llm42.engine.torch.engine.device_lost", lambda device: True)
     engine = engine_of(model)
     fails_with(engine, 511)
     clients = [submit(engine, request_of("held", 1, deterministic=True), limit=2)]

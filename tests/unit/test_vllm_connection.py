@@ -16,13 +16,13 @@ from fake_vllm import request_of
 
 from benchmarks.random_model import SMALL_64
 from llm42.config import Settings
-from llm42.engine import vllm_connection
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_connection import check_version
-from llm42.engine.vllm_options import EngineUnavailable, engine_arguments, model_directory
-from llm42.engine.vllm_sampling import arguments_of, draw_of, finish_of, token_logprobs
+from llm42.engine.vllm import connection as vllm_connection
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.connection import check_version
+from llm42.engine.vllm.options import EngineUnavailable, engine_arguments, model_directory
+from llm42.engine.vllm.sampling import arguments_of, draw_of, finish_of, token_logprobs
 from llm42.checkpoint.description import load_tokenizer
-from llm42.models.export import config_json
+from llm42.engine.vllm.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch
 from tests.support import PENALISED, SAMPLED, write_model
@@ -173,7 +173,7 @@ def test_engine_arguments() -> None:
         "/model",
     )
     assert more["compilation_config"] == {"custom_ops": ["+rms_norm"]}
-    assert more["logits_processors"] == ["llm42.engine.vllm_draw:CanonicalDraw"]
+    assert more["logits_processors"] == ["llm42.engine.vllm.draw:CanonicalDraw"]
     names = ("dtype", "max_num_batched_tokens", "max_num_seqs", "block_size")
     assert [more[name] for name in names] == ["float32", 64, 3, 32]
 
@@ -198,7 +198,7 @@ def test_the_canonical_draw_comes_after_other_processors() -> None:
     own = {"extra_args": {"logits_processors": ["mine:Processor"]}}
     assert engine_arguments(settings_of(**own), "/model")["logits_processors"] == ["mine:Processor"]
     both = engine_arguments(settings_of(**own, sampled_agreement=True), "/model")["logits_processors"]
-    assert both == ["mine:Processor", "llm42.engine.vllm_draw:CanonicalDraw"]
+    assert both == ["mine:Processor", "llm42.engine.vllm.draw:CanonicalDraw"]
 
 
 def test_what_undoes_the_affinity_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,7 +263,7 @@ def test_a_start_that_fails_late_leaves_no_vllm_behind(monkeypatch: pytest.Monke
 
 
 def test_vllm_is_imported_only_when_an_engine_starts() -> None:
-    code = "import sys, llm42, llm42.engine.vllm, llm42.engine.build, llm42.embedded, llm42_serve.replica.fastpath"
+    code = "import sys, llm42, llm42.engine.vllm.engine, llm42.engine.build, llm42.embedded, llm42_serve.replica.fastpath"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"],
         capture_output=True,

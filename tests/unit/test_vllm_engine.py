@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
 
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_stream import Stream
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.stream import Stream
 from llm42.protocol import FinishReason, Request
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
 
-from llm42.engine.vllm import VllmEngine
-from llm42.engine.vllm_stream import Stream
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.stream import Stream
 from llm42.protocol import FinishReason, Overloaded, RequestRejected, SamplingParams
 from tests.support import wait_until
 

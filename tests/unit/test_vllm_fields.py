@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from fake_vllm import FakeLLM, Make, request_of
 
-from llm42.engine.vllm_sampling import arguments_of
+from llm42.engine.vllm.sampling import arguments_of
 from llm42.protocol import SamplingParams
 
 SCHEMA = '{"type": "object"}'

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from llm42.engine.vllm_guard import LOOK_S, started
+from llm42.engine.vllm.guard import LOOK_S, started
 
 PARENT = """
 import os, subprocess, sys, time
-from llm42.engine.vllm_guard import Guard
+from llm42.engine.vllm.guard import Guard
 SLEEP = "import subprocess, sys, time; {}; time.sleep(120)"
 def child(inner="pass"):
     return subprocess.Popen([sys.executable, "-S", "-c", SLEEP.format(inner)], stdout=subprocess.DEVNULL)

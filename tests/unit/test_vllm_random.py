@@ -14,7 +14,7 @@ from fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, req
 
 from llm42.config import Settings
 from llm42.session.driver import Generator
-from llm42.engine.vllm import VllmEngine
+from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import Commit, Failure, Request, RequestStats, TokenLogprob, Window
 
 ENDS = tuple(range(0, VOCAB, 40))

@@ -15,7 +15,7 @@ from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42 import protocol
 from llm42.config import EngineSettings, Settings
-from llm42.engine.torch_engine import TorchEngine
+from llm42.engine.torch.engine import TorchEngine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Delta, FinishReason, Request, RequestStats, SamplingParams, VersionSkew, Window
 from llm42.verifier.build import load_for

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from llm42.engine.agreement import History, leave_only_drawn, warm_up
-from llm42.engine.vllm_sampling import draw_of
+from llm42.engine.vllm.agreement import History, leave_only_drawn, warm_up
+from llm42.engine.vllm.sampling import draw_of
 from llm42.sampling import Draw
 
 

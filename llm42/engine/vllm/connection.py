@@ -16,8 +16,8 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.limits import require_known_ids
-from llm42.engine.vllm_guard import Guard
-from llm42.engine.vllm_options import (
+from llm42.engine.vllm.guard import Guard
+from llm42.engine.vllm.options import (
     MAX_LOGPROBS,
     EngineUnavailable,
     config_of,

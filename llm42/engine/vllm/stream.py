@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llm42.engine.base import EngineOutput, Sink
-from llm42.engine.vllm_sampling import token_logprobs
+from llm42.engine.vllm.sampling import token_logprobs
 from llm42.protocol import FinishReason, Request, TokenLogprob
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
 from llm42.checkpoint.description import read_config
-from llm42.models.export import export_model
+from llm42.engine.vllm.export import export_model
 from llm42.protocol import LLM42Error
 from llm42_kernels.rmsnorm import TIMED_BEYOND
 
@@ -27,7 +27,7 @@ FIXED_COMPILATION = {
 """vLLM's compilation_config under which the compiler times no kernels whose order of summation would follow
 from it (combining kernels is decided by time as well, and refused in that mode)."""
 MAX_LOGPROBS = 20
-_DRAW = "llm42.engine.vllm_draw:CanonicalDraw"
+_DRAW = "llm42.engine.vllm.draw:CanonicalDraw"
 
 _OURS = "the engine depends on it"
 _SPECULATION = (

@@ -1,0 +1,1 @@
+"""Our own continuous batching on ordinary kernels."""
