@@ -29,9 +29,9 @@ from benchmarks.invariance import random_steps
 from benchmarks.random_model import LLAMA_8B, SMALL_64, random_model
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
-from llm42.verifier.cuda_runner import CudaRunner
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cuda import candidates, cuda_operators
 from llm42_kernels.rmsnorm import launch_sum_norm
@@ -159,7 +159,7 @@ def times() -> dict[str, Any]:
     """Microseconds of a layer's attention, 8B heads: both providers."""
     from benchmarks.attention_tiles import CASES, Work
     from benchmarks.attention_tiles import run as measure
-    from llm42.verifier.cuda_runner import attention_shape
+    from llm42.verifier.cuda.runner import attention_shape
 
     out: dict[str, Any] = {}
     for name in CASES:

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.affinity_compiled import CHUNK, Compiled
 from benchmarks.affinity_kernels import norm, silu_mul
 from llm42.models.weights import LayerWeights, LoadedModel
-from llm42.verifier.cuda_runner import attention_shape
+from llm42.verifier.cuda.runner import attention_shape
 from llm42_kernels.attention import TritonAttention
 from llm42_kernels.linear import lm_head_cublas_into
 from llm42_kernels.rmsnorm import launch_sum_norm, rms_norm_triton

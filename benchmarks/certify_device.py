@@ -14,9 +14,9 @@ import torch
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, random_model
 from llm42.cache import KVCache
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
-from llm42.verifier.cuda_runner import CudaRunner
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.cuda import cuda_operators
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

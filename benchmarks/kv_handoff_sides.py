@@ -21,7 +21,7 @@ from llm42.checkpoint.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 BUCKETS = {"cpu": (8, 64, 128), "cuda": (64, 512)}
 BLOCK = {"cpu": 16, "cuda": 64}
@@ -96,12 +96,12 @@ class Source:
 
 def _runner(model: LoadedModel, kv: KVCache, buckets: tuple[int, ...], max_len: int) -> Any:
     if model.device == "cuda":
-        from llm42.verifier.cuda_runner import CudaRunner
+        from llm42.verifier.cuda.runner import CudaRunner
         from llm42_kernels.cuda import cuda_operators
 
         return CudaRunner(model, cuda_operators(), kv, buckets, max_len)
-    from llm42.verifier.canonical import canonical_set
-    from llm42.verifier.cpu_runner import CPURunner
+    from llm42.verifier.cpu.operators import canonical_set
+    from llm42.verifier.cpu.runner import CPURunner
 
     parts = canonical_set({})
     return CPURunner(model, parts.ops, kv, buckets, parts.attention, parts.sampler)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.random_model import LLAMA_8B, random_model
 from benchmarks.verifier_steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
 from llm42.cache import KVCache
-from llm42.verifier.cuda_runner import CudaRunner
+from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.cuda import cuda_operators
 
 BLOCK = 128

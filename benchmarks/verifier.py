@@ -26,9 +26,9 @@ from benchmarks.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, rand
 from benchmarks.verifier_steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
-from llm42.verifier.cuda_runner import CudaRunner
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.cuda import cuda_operators
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -75,7 +75,7 @@ def attention() -> dict[str, Any]:
     """Attention of 512 rows over contexts 2k and 16k, against torch's flash attention on contiguous
     tensors."""
     from benchmarks.attention_tiles import Work, flash_micros, run
-    from llm42.verifier.cuda_runner import attention_shape
+    from llm42.verifier.cuda.runner import attention_shape
 
     out = {}
     for name in ("16x32@2k", "512@2k", "16x32@16k", "64x1@2k", "2x32@2k"):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
-from llm42.verifier.cuda_runner import CudaRunner
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.cuda.runner import CudaRunner
+from llm42.verifier.runner import SequenceRows
 
 LENGTH = 8000
 

@@ -12,8 +12,8 @@ import torch
 from benchmarks.timing import captured
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
-from llm42.verifier.cuda_runner import CudaRunner, Pending
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.cuda.runner import CudaRunner, Pending
+from llm42.verifier.runner import SequenceRows
 
 COPY_BYTES_PER_S = 4.3e12
 

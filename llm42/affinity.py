@@ -18,7 +18,7 @@ from llm42.config import Settings
 from llm42.session.driver import Generator
 from llm42.protocol import Failure, Request, SamplingParams, VerificationFailed, Window
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 EQUAL = 1e-5
 """Log-probabilities this near are equal: sums over the vocabulary in another order differ by less."""

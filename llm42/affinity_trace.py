@@ -18,9 +18,9 @@ from llm42.config import Settings
 from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams
-from llm42.verifier.canonical import canonical_set
-from llm42.verifier.cpu_runner import CPURunner
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.cpu.operators import canonical_set
+from llm42.verifier.cpu.runner import CPURunner
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.operators import Operators
 
 

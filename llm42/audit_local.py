@@ -11,7 +11,7 @@ from llm42.embedded import Embedded
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 
 class LocalCanon:

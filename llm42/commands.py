@@ -29,7 +29,7 @@ def run_certify(settings: Settings, plants: list[str], as_json: bool) -> int:
         allow_workspace()  # the plant is the library as it comes
     from llm42.checkpoint.load import load_model, require_device
     from llm42.verifier.build import certify, plants_of
-    from llm42.verifier.certify import Certificate, CertificationFailed
+    from llm42.verifier.certify.cpu import Certificate, CertificationFailed
 
     m = settings.model
     known = plants_of(m.device)

@@ -17,7 +17,7 @@ from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.certify import Certificate
+from llm42.verifier.certify.cpu import Certificate
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.linear import batch_dependent
 from llm42_kernels.operators import Operators

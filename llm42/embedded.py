@@ -17,8 +17,8 @@ from llm42.telemetry.request_metrics import Observed, VerifierReport
 from llm42.protocol import Delta, Request
 from llm42.telemetry.tracing import make_tracer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
-from llm42.verifier.certify import Certificate, Progress
-from llm42.verifier.core import Verifier
+from llm42.verifier.certify.cpu import Certificate, Progress
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cublas import workspace_for_children
 from llm42_kernels.operators import Operators
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llm42.protocol import Commit, Failure, Window
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 
 class LocalVerifier:

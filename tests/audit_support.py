@@ -18,7 +18,7 @@ from llm42.session.driver import Generator
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.support import Lab
 
 MANIFEST = {"device": {"threads": 1}}

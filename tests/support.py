@@ -38,10 +38,10 @@ from llm42.protocol import (
 from llm42.host.threads import set_threads, torch_threads
 from llm42.text.tokenizer import Detokenizer, Tokenizer
 from llm42.verifier.build import certificate_for, load_for
-from llm42.verifier.canonical import canonical_set
-from llm42.verifier.certify import Certificate
-from llm42.verifier.core import Verifier
-from llm42.verifier.cpu_runner import CPURunner
+from llm42.verifier.cpu.operators import canonical_set
+from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.cpu.runner import CPURunner
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.linear import batch_dependent
 

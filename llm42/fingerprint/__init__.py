@@ -70,7 +70,7 @@ def inputs(model: LoadedModel, settings: Settings, tokenizer_identity: str) -> d
 
 def _attention_tiles(model: LoadedModel, settings: Settings) -> str:
     """Which kernels attention runs on a GPU. The block size may choose among them, and is else in no bit."""
-    from llm42.verifier.cuda_runner import ATTENTION
+    from llm42.verifier.cuda.runner import ATTENTION
     from llm42_kernels.cuda import candidates
 
     c, v = model.config, settings.verifier

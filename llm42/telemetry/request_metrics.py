@@ -16,7 +16,7 @@ from llm42.protocol import Delta, LLM42Error, Request
 from llm42.telemetry.tracing import NullTracer, Tracer
 
 if TYPE_CHECKING:
-    from llm42.verifier.core import Verifier
+    from llm42.verifier.scheduler import Verifier
     from llm42.verifier.jobs import VerifierStats
 
 log = logging.getLogger(__name__)

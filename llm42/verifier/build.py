@@ -17,9 +17,9 @@ from llm42.checkpoint.load import load_model
 from llm42.models.weights import LoadedModel
 from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build_cuda import certify_on_cuda, cuda_runner, on_cuda, with_affinity
-from llm42.verifier.canonical import block_pool, canonical_runner, canonical_set
-from llm42.verifier.certify import (
+from llm42.verifier.cuda.build import certify_on_cuda, cuda_runner, on_cuda, with_affinity
+from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
+from llm42.verifier.certify.cpu import (
     Certificate,
     CertificationFailed,
     Progress,
@@ -27,10 +27,10 @@ from llm42.verifier.certify import (
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.core import Verifier
-from llm42.verifier.golden import golden_answers_now
-from llm42.verifier.plan import Runner
-from llm42.verifier.plants import PLANTS
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.known_answers import golden_answers_now
+from llm42.verifier.runner import Runner
+from llm42.verifier.certify.plants import PLANTS
 from llm42.verifier.sizes import device_kind, log_unused
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def plants_of(device: str) -> tuple[str, ...]:
     """The names of what can be planted where models are on `device`."""
     if device == "cpu":
         return tuple(PLANTS)
-    from llm42.verifier.certify_cuda import PLANTS as CUDA_PLANTS
+    from llm42.verifier.certify.cuda import PLANTS as CUDA_PLANTS
 
     return CUDA_PLANTS
 

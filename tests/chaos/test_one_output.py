@@ -21,7 +21,7 @@ from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42.config import Settings
 from llm42.checkpoint.load import sampled_identity
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.chaos.conftest import application
 from tests.chaos.support import App, Outcome, best_effort, deterministic, oracle
 from tests.support import Lab

@@ -13,9 +13,9 @@ from benchmarks.affinity_exact import attention_bits, norm_bits
 from benchmarks.invariance import random_steps
 from benchmarks.random_model import SMALL_64, random_model
 from llm42.cache import KVCache
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
-from llm42.verifier.cuda_runner import CudaRunner, attention_shape
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.cuda.runner import CudaRunner, attention_shape
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cuda import candidates, cuda_operators
 from llm42_kernels.linear import round_in_place

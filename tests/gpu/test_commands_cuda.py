@@ -17,7 +17,7 @@ from benchmarks.command_lab import QUESTION, plain_record
 from benchmarks.random_model import LLAMA_8B, write_random
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.certify_cuda import PLANTS
+from llm42.verifier.certify.cuda import PLANTS
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 Reply = dict[str, Any]

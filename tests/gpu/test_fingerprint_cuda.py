@@ -18,10 +18,10 @@ from llm42.fingerprint.environment import UnsteadyKernels, require_steady_kernel
 from llm42.fingerprint.libraries import loaded_libraries
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.verifier.certify import Certificate
-from llm42.verifier.certify_cuda import CudaSettings, certify_cuda
-from llm42.verifier.core import Verifier
-from llm42.verifier.cuda_runner import CudaRunner, attention_shape
+from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.certify.cuda import CudaSettings, certify_cuda
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.cuda.runner import CudaRunner, attention_shape
 from llm42_kernels.cuda import PROVIDERS, cuda_operators
 
 PARTS = {

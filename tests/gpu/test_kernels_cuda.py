@@ -10,7 +10,7 @@ import torch
 from llm42.engine.vllm.agreement import leave_only_drawn, warm_up
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw
-from llm42.verifier.cuda_runner import attention_shape
+from llm42.verifier.cuda.runner import attention_shape
 from llm42_kernels import kv_write, linear, rmsnorm, rotary, silu_mul
 from llm42_kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
 

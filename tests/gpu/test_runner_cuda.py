@@ -14,10 +14,10 @@ from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
 from llm42.protocol import SamplingParams
 from llm42.sampling import sample_row
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.certify_cuda import PLANTS, CudaSettings, certify_cuda
-from llm42.verifier.cuda_runner import CudaRunner, OutOfDeviceMemory, memory_advice
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.cuda.runner import CudaRunner, OutOfDeviceMemory, memory_advice
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import Tile, TritonAttention
 from llm42_kernels.cuda import cuda_operators
 

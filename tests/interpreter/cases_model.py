@@ -13,17 +13,17 @@ from llm42.models.rope import RopeSettings
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, sample_row
-from llm42.verifier.cpu_runner import CPURunner
-from llm42.verifier.cuda_forward import CudaForward
-from llm42.verifier.cuda_runner import _wishes
-from llm42.verifier.cuda_sampler import (
+from llm42.verifier.cpu.runner import CPURunner
+from llm42.verifier.cuda.forward import CudaForward
+from llm42.verifier.cuda.runner import _wishes
+from llm42.verifier.cuda.sampler import (
     alternatives,
     draw_rows,
     is_plain,
     sample_step_device,
 )
-from llm42.verifier.cuda_step import Layout, StepPacker
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.cuda.pack import Layout, StepPacker
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import make_attention
 from llm42_kernels.cpu import cpu_operators

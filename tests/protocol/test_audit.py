@@ -29,7 +29,7 @@ from llm42.receipt import (
 )
 from llm42.replay import Replayer
 from llm42.verdict import Finding, Verdict
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.support import PENALISED, Answer, Lab, collect, request_of
 
 ANSWERS = 500

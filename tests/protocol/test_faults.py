@@ -26,9 +26,9 @@ from llm42.protocol import (
     Window,
 )
 from llm42.sampling import Sampled
-from llm42.verifier.core import Verifier
-from llm42.verifier.cpu_runner import CPURunner
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.cpu.runner import CPURunner
+from llm42.verifier.runner import SequenceRows
 from tests.support import (
     AnyEngine,
     Lab,

@@ -22,7 +22,7 @@ from llm42.protocol import (
     VerifierUnavailable,
     Window,
 )
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.support import (
     PENALISED,
     SAMPLED,

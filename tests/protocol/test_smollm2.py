@@ -22,7 +22,7 @@ from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParam
 from llm42.session.machine import Action, Emit, Session
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.support import ENGINES, AnyEngine, VllmPool
 
 TOKENS = 28

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import openai
 
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 
 @dataclass(frozen=True, slots=True)

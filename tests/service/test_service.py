@@ -22,7 +22,7 @@ from llm42.checkpoint.load import sampled_identity
 from llm42.protocol import SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.service.oracle import Answer, ask, decode_alone, noise
 
 pytestmark = pytest.mark.service

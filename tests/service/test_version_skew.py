@@ -35,7 +35,7 @@ from llm42.telemetry.metrics import NullMetrics
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, VersionSkew, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from tests.service.stand_ins import Call
 from tests.support import Lab, request_of
 

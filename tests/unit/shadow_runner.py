@@ -11,7 +11,7 @@ from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, TokenLogprob, Window
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.runner import SequenceRows
 
 VOCAB = 4
 POISON = 3
@@ -44,7 +44,7 @@ def right_answer(window: Window, fingerprint: str) -> Answer:
 
 @dataclass
 class ShadowRunner:
-    """Implements llm42.verifier.plan.Runner over `pool`'s blocks."""
+    """Implements llm42.verifier.runner.Runner over `pool`'s blocks."""
 
     pool: BlockPool
     slots: dict[int, Prefix] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
 from llm42.verifier.build import build_verifier, load_for
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels import cpu
 from llm42_kernels.attention_cpu import attention_tiled
 from llm42_kernels.linear import rounded_head

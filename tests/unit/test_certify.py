@@ -24,15 +24,15 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for, load_for
-from llm42.verifier.certify import (
+from llm42.verifier.certify.cpu import (
     Certificate,
     CertificationFailed,
     certify_cpu,
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.checks import RowSubject, Tally, check_rows, same_bits
-from llm42.verifier.plants import PLANTS
+from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
+from llm42.verifier.certify.plants import PLANTS
 from llm42.verifier.sizes import PROVIDER_ROWS
 from llm42_kernels import attention_cpu, cpu, linear
 from tests.support import Lab, write_model

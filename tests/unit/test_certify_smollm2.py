@@ -8,8 +8,8 @@ from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import load_for
-from llm42.verifier.certify import CertificationFailed, certify_cpu
-from llm42.verifier.plants import PLANTS
+from llm42.verifier.certify.cpu import CertificationFailed, certify_cpu
+from llm42.verifier.certify.plants import PLANTS
 from llm42_kernels import cpu
 
 SETTINGS = Settings.load({"verifier": {"certificate_dir": None, "buckets": (8, 16, 64)}})

@@ -28,10 +28,10 @@ from llm42.checkpoint.load import DeviceUnavailable
 from llm42.protocol import LLM42Error
 from llm42.verifier import build as verifier_build
 from llm42.verifier.build import load_for
-from llm42.verifier.certify import Certificate
-from llm42.verifier.certify_cuda import PLANTS as CUDA_PLANTS
-from llm42.verifier.cuda_runner import OutOfDeviceMemory
-from llm42.verifier.plants import PLANTS
+from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.certify.cuda import PLANTS as CUDA_PLANTS
+from llm42.verifier.cuda.runner import OutOfDeviceMemory
+from llm42.verifier.certify.plants import PLANTS
 from llm42_kernels.cublas import (
     CUBLAS_ENVIRONMENT,
     CublasEnvironmentError,

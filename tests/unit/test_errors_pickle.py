@@ -18,7 +18,7 @@ import llm42
 from llm42.api.errors import ModelNotFound
 from llm42.models.errors import UnsupportedModel
 from llm42.protocol import LLM42Error, RequestRejected
-from llm42.verifier.certify import CertificationFailed
+from llm42.verifier.certify.cpu import CertificationFailed
 
 
 def modules() -> Iterator[ModuleType]:

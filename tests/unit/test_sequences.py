@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from llm42.cache import BlockPool, block_key, slot_ids
 from llm42.protocol import SamplingParams, Window
-from llm42.verifier import sequences
-from llm42.verifier.sequences import Sequence, SequenceStore
+from llm42.verifier import kv_store as sequences
+from llm42.verifier.kv_store import Sequence, SequenceStore
 
 BLOCKS, SIZE = 9, 4
 PROMPTS = {"a": (0, 1, 0, 1, 1), "b": (0, 1, 0, 1, 0, 0, 1), "c": (0, 1, 0, 1, 1), "d": (1,) * 9}

@@ -19,10 +19,10 @@ from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.host.threads import torch_threads
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier import step_checks
+from llm42.verifier.certify import steps as step_checks
 from llm42.verifier.build import build_verifier, certificate_for, load_for
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.core import Verifier
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS
 from llm42_kernels import linear
 from tests.support import SAMPLED, answer_of, request_of, window_of, write_model

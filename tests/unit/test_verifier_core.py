@@ -32,12 +32,12 @@ from llm42.protocol import (
     Window,
 )
 from llm42.host.threads import set_threads
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from llm42.verifier.jobs import Answer, Job
-from llm42.verifier.sequences import Sequence, SequenceStore
+from llm42.verifier.kv_store import Sequence, SequenceStore
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
 
-logging.getLogger("llm42.verifier.core").setLevel(logging.CRITICAL)  # thousands of planted failures
+logging.getLogger("llm42.verifier.scheduler").setLevel(logging.CRITICAL)  # thousands of planted failures
 BLOCKS, SIZE = 8, 2
 ROOM = BLOCKS * SIZE
 

@@ -10,7 +10,7 @@ import pytest
 
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, Failure, Overloaded, SamplingParams, Window
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 from llm42.verifier.jobs import Answer, Job
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 

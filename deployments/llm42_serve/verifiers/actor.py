@@ -18,9 +18,9 @@ from llm42.telemetry.metrics import Scope
 from llm42.models.errors import ModelFileError
 from llm42.telemetry.request_metrics import VerifierReport
 from llm42.protocol import Commit, Failure, VerifierUnavailable, Window, across_releases
-from llm42.verifier.certify import CertificationFailed
-from llm42.verifier.core import Verifier
-from llm42.verifier.golden import golden_answers
+from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.known_answers import golden_answers
 
 log = logging.getLogger(__name__)
 STALLED_S = 120.0

@@ -57,7 +57,7 @@ def leave_only_drawn(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw])
 
 def draw_together(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
     """The same by the verifier's kernels (on a CPU: in Triton's interpreter)."""
-    from llm42.verifier.cuda_sampler import device_tensor, draw_tokens
+    from llm42.verifier.cuda.sampler import device_tensor, draw_tokens
 
     possible = logits.new_zeros(())  # on the device: a number would be copied there, which waits for it
     for begin in range(0, len(rows), ROWS_AT_ONCE):

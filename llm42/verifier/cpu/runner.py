@@ -11,7 +11,7 @@ from llm42.cache import KVCache, slot_ids
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Sampled, StepSampler, sample_step
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention_cpu import TILE, QueryRows, StepAttention, attention_step
 from llm42_kernels.operators import Operators
 

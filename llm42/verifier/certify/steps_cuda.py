@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
-from llm42.verifier.checks import Tally, Violation, same_bits
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.certify.rows import Tally, Violation, same_bits
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import SEGMENT, AttentionShape, Tile
 from llm42_kernels.attention_flash import make_attention
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
-from llm42.verifier.cuda_forward import CudaForward
-from llm42.verifier.cuda_sampler import alternatives, draw_rows, is_plain, sampled
-from llm42.verifier.cuda_step import HostBuffers, Layout, StepPacker
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.cuda.forward import CudaForward
+from llm42.verifier.cuda.sampler import alternatives, draw_rows, is_plain, sampled
+from llm42.verifier.cuda.pack import HostBuffers, Layout, StepPacker
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cublas import check_cublas_environment
@@ -54,7 +54,7 @@ class Pending:
 
 
 class CudaRunner:
-    """Runner of llm42/verifier/plan.py. One owner thread; its own CUDA stream."""
+    """Runner of llm42/verifier/runner.py. One owner thread; its own CUDA stream."""
 
     def __init__(
         self,

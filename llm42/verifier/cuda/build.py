@@ -14,8 +14,8 @@ from dataclasses import replace
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
-from llm42.verifier.certify import Certificate, Progress
-from llm42.verifier.plan import Runner
+from llm42.verifier.certify.cpu import Certificate, Progress
+from llm42.verifier.runner import Runner
 from llm42_kernels import cuda
 from llm42_kernels.rotary import cos_sin_table_rounded
 
@@ -31,7 +31,7 @@ def certify_on_cuda(
     settings: Settings, model: LoadedModel, plants: Iterable[str], progress: Progress
 ) -> Certificate:
     """Raises CertificationFailed, CublasEnvironmentError; ValueError for an unknown plant."""
-    from llm42.verifier.certify_cuda import CudaSettings, certify_cuda
+    from llm42.verifier.certify.cuda import CudaSettings, certify_cuda
 
     v = settings.verifier
     cuda_settings = CudaSettings(
@@ -58,7 +58,7 @@ def cuda_runner(
     settings: Settings, model: LoadedModel, certificate: Certificate, name: str
 ) -> tuple[Runner, BlockPool]:
     """The runner with the certified providers, and its block pool. Raises OutOfDeviceMemory."""
-    from llm42.verifier.cuda_runner import ATTENTION, CudaRunner, memory_advice
+    from llm42.verifier.cuda.runner import ATTENTION, CudaRunner, memory_advice
 
     v, c = settings.verifier, model.config
     if v.block_size % 64:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llm42.verifier.plan import SequenceRows
+from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention_plan import ITEM_FIELDS, Planner
 
 PAD_TOKEN = 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llm42.models.weights import LoadedModel
-from llm42.verifier.checks import RowSubject
+from llm42.verifier.certify.rows import RowSubject
 from llm42_kernels.operators import Operators
 
 Make = Callable[[int, torch.Generator], Tensor]

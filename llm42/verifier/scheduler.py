@@ -33,9 +33,9 @@ from llm42.protocol import (
 )
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
-from llm42.verifier.plan import PipelinedRunner, Runner
+from llm42.verifier.runner import PipelinedRunner, Runner
 from llm42.verifier.refusal import refusal_of
-from llm42.verifier.sequences import SequenceStore
+from llm42.verifier.kv_store import SequenceStore
 
 log = logging.getLogger(__name__)
 

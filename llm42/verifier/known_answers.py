@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from llm42.protocol import Commit, Failure, LLM42Error, SamplingParams, Window
-from llm42.verifier.core import Verifier
+from llm42.verifier.scheduler import Verifier
 
 PROMPT, OUTPUT, ALTERNATIVES = 72, 4, 20
 SAMPLINGS = (SamplingParams(), SamplingParams(temperature=0.9, top_p=0.95, seed=42))

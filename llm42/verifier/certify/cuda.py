@@ -1,4 +1,4 @@
-"""Certification on a CUDA device: the checks of llm42/verifier/certify.py over the providers of
+"""Certification on a CUDA device: the checks of llm42/verifier/certify/cpu.py over the providers of
 llm42_kernels/cuda.py.
 
 For each operator the providers are tried in order of speed and the first that passes at every step size of
@@ -22,9 +22,9 @@ from torch import Tensor
 from llm42.cache import BlockPool, KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
-from llm42.verifier.certify import Certificate, CertificationFailed, Certifier, Progress
-from llm42.verifier.checks import RowSubject, Violation, check_rows
-from llm42.verifier.checks_cuda import (
+from llm42.verifier.certify.cpu import Certificate, CertificationFailed, Certifier, Progress
+from llm42.verifier.certify.rows import RowSubject, Violation, check_rows
+from llm42.verifier.certify.steps_cuda import (
     Attention,
     check_attention_device,
     check_model_device,
@@ -33,11 +33,11 @@ from llm42.verifier.checks_cuda import (
     split_with_companions,
     tile_by_neighbour,
 )
-from llm42.verifier.core import Verifier
-from llm42.verifier.cuda_runner import ATTENTION, CudaRunner
-from llm42.verifier.cuda_sampler import sample_step_device
-from llm42.verifier.golden import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
-from llm42.verifier.step_checks import check_sampling
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.cuda.runner import ATTENTION, CudaRunner
+from llm42.verifier.cuda.sampler import sample_step_device
+from llm42.verifier.known_answers import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
+from llm42.verifier.certify.steps import check_sampling
 from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape
 from llm42_kernels.cublas import check_cublas_environment

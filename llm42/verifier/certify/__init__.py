@@ -1,0 +1,1 @@
+"""Which providers are row-invariant here, and the plants that show the checks can fail."""
