@@ -21,11 +21,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from llm42.audit_file import AuditFileError, Records, read_records
-from llm42.claims import manifest_of
+from llm42.audit.file import AuditFileError, Records, read_records
+from llm42.audit.records import manifest_of
 from llm42.config import Settings
-from llm42.receipt import InvalidReceipt, Keyring, Signature
-from llm42.verdict import Finding, Verdict, summary
+from llm42.audit.receipt import InvalidReceipt, Keyring, Signature
+from llm42.audit.compare import Finding, Verdict, summary
 
 out, err = Console(), Console(stderr=True, soft_wrap=True)
 SHOWN = 20
@@ -69,7 +69,7 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
 
         if settings is None:
             assert options.url is not None
-            from llm42.audit_remote import RemoteAudit
+            from llm42.audit.remote import RemoteAudit
 
             began = time.monotonic()
             RemoteAudit(options.url, options.api_key).audit(records, found)
@@ -90,7 +90,7 @@ async def _replayed(
     local: Any, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
     from llm42.api.audit_routes import planner
-    from llm42.replay import Replayer, windows_per_call
+    from llm42.audit.replayer import Replayer, windows_per_call
 
     makes = planner(settings, local.tokenizer)
     most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)

@@ -15,7 +15,7 @@ from llm42.verifier.scheduler import Verifier
 
 
 class LocalCanon:
-    """llm42.canon.Canon over a verifier in this process."""
+    """llm42.audit.source.Canon over a verifier in this process."""
 
     def __init__(self, verifier: Verifier, generator: Generator | None = None) -> None:
         """generator: its verifier is this one; None when nothing is generated again."""

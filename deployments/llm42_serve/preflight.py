@@ -15,7 +15,7 @@ from llm42.config import Settings
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.protocol import LLM42Error
-from llm42.receipt import Keyring
+from llm42.audit.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
 
 MAX_CAUSE = 800

@@ -36,7 +36,7 @@ from llm42 import __version__
 from llm42.config import Settings
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window, across_releases
-from llm42.receipt import Keyring
+from llm42.audit.receipt import Keyring
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

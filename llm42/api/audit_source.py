@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm42.api.keys import KeyPolicy
 from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, Window
-from llm42.replay import REGENERATIONS
+from llm42.audit.replayer import REGENERATIONS
 
 if TYPE_CHECKING:
     from llm42.api.app import Backend
@@ -29,7 +29,7 @@ class Bounds:
 
 
 class BackendCanon:
-    """llm42.canon.Canon over the service's verifiers, for one audit of one key."""
+    """llm42.audit.source.Canon over the service's verifiers, for one audit of one key."""
 
     def __init__(self, backend: Backend, bounds: Bounds, policy: KeyPolicy) -> None:
         self._backend, self._bounds, self._policy = backend, bounds, policy

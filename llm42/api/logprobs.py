@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llm42.protocol import TokenLogprob
-from llm42.receipt import finite
+from llm42.audit.receipt import finite
 
 
 class TokenNames(Protocol):

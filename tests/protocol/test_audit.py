@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from llm42.audit_file import Records, parse_lines
+from llm42.audit.file import Records, parse_lines
 from llm42.audit_local import LocalCanon
 from llm42.config import AuditSettings
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Overloaded, Request, VerifierUnavailable, Window
-from llm42.receipt import (
+from llm42.audit.receipt import (
     Answered,
     Keyring,
     Receipt,
@@ -27,8 +27,8 @@ from llm42.receipt import (
     sampling_to_json,
     token_hash,
 )
-from llm42.replay import Replayer
-from llm42.verdict import Finding, Verdict
+from llm42.audit.replayer import Replayer
+from llm42.audit.compare import Finding, Verdict
 from llm42.verifier.scheduler import Verifier
 from tests.support import PENALISED, Answer, Lab, collect, request_of
 

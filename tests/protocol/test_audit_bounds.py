@@ -17,11 +17,11 @@ import llm42.api.audit_routes as audit_api
 import llm42.api.audit_source as audit_canon
 from llm42.api.audit_source import BackendCanon, Bounds
 from llm42.api.keys import KeyPolicy
-from llm42.audit_file import parse_lines
-from llm42.audit_remote import BATCH_ANSWERS, _batches
+from llm42.audit.file import parse_lines
+from llm42.audit.remote import BATCH_ANSWERS, _batches
 from llm42.config import ApiKeySettings, Settings
 from llm42.protocol import Commit, Delta, Failure, FinishReason, LLM42Error, Request, Window
-from llm42.replay import REGENERATIONS, windows_per_call
+from llm42.audit.replayer import REGENERATIONS, windows_per_call
 from tests.audit_support import (
     ASK,
     FINGERPRINT,

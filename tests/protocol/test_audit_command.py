@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import llm42.cli as cli
 from llm42.embedded import Embedded
-from llm42.receipt import Answered, Keyring, make_receipt, sampling_to_json
+from llm42.audit.receipt import Answered, Keyring, make_receipt, sampling_to_json
 from tests.support import Lab, collect, request_of
 
 COUNT = 24

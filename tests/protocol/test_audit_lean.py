@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, load
-from llm42.audit_remote import without_alternatives
+from llm42.audit.remote import without_alternatives
 from llm42.protocol import RequestRejected
 from tests.audit_support import ASK, CHAT, audit, client, post, signing_settings
 from tests.support import Lab

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from llm42.api.requests import CompletionBody
-from llm42.audit_question import RANGES, require_ranges
+from llm42.audit.question import RANGES, require_ranges
 from llm42.config import Settings
 from llm42.protocol import RequestRejected, SamplingParams
 from tests.audit_support import ASK, FINGERPRINT, audit, client, post, signing_settings

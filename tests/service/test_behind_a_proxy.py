@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llm42_serve.launch import Service
-from llm42.audit_remote import RemoteAudit, ServerProblem
+from llm42.audit.remote import RemoteAudit, ServerProblem
 from llm42.config import Settings
 from llm42.host.direct import NO_GRPC_PROXY, go_direct, is_this_machine, open_url
 from llm42.top import NoMetrics, Page

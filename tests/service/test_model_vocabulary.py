@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.api.plan import Plan, plan
-from llm42.audit_question import Questions
-from llm42.claims import Claim
+from llm42.audit.question import Questions
+from llm42.audit.records import Claim
 from llm42.config import Settings
 from llm42.session.driver import Generator
 from llm42.engine.torch.engine import TorchEngine

@@ -17,7 +17,7 @@ import llm42.cli as cli
 from llm42_serve.launch import Service
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
-from llm42.receipt import Receipt
+from llm42.audit.receipt import Receipt
 
 pytestmark = pytest.mark.service
 COUNT, TOKENS = 16, 12

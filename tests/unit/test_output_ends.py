@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from llm42.claims import Claim
+from llm42.audit.records import Claim
 from llm42.session.outputs import to_delta
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
-from llm42.verdict import text_problem
+from llm42.audit.compare import text_problem
 from tests.support import write_model
 from tests.unit.test_text import FALLBACK, tokens_of
 
@@ -65,7 +65,7 @@ def test_an_output_that_goes_on_elsewhere_counts_from_its_beginning(byte_level: 
 
 
 def test_an_audit_expects_the_same_text(byte_level: Tokenizer) -> None:
-    """llm42.verdict recomputes a stored answer's text by the rules that made it."""
+    """llm42.audit.compare recomputes a stored answer's text by the rules that made it."""
     a, b, x = tokens_of(byte_level, "abx")
     request = Request("r", (5,), 9, SamplingParams(min_tokens=3), stop=("ab",), stop_token_ids=(x,))
     output = (a, b, b, b, x)

@@ -13,7 +13,7 @@ import pytest
 
 from llm42.config import AuditSettings
 from llm42.protocol import SamplingParams, TokenLogprob
-from llm42.receipt import (
+from llm42.audit.receipt import (
     Answered,
     InvalidReceipt,
     KeyProblem,

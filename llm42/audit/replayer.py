@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llm42.audit_question import Contradiction, Questions
-from llm42.canon import Canon, Planner, patiently
-from llm42.claims import Claim
+from llm42.audit.question import Contradiction, Questions
+from llm42.audit.source import Canon, Planner, patiently
+from llm42.audit.records import Claim
 from llm42.config import AuditSettings
 from llm42.fingerprint import differing_fields
 from llm42.fingerprint import fingerprint as fingerprint_of
@@ -30,9 +30,9 @@ from llm42.protocol import (
     TokenLogprob,
     Window,
 )
-from llm42.receipt import Keyring, Signature, finite, joint
+from llm42.audit.receipt import Keyring, Signature, finite, joint
 from llm42.text.tokenizer import Tokenizer
-from llm42.verdict import (
+from llm42.audit.compare import (
     Canonical,
     Difference,
     Finding,

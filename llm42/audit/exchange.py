@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from llm42.audit_claim import (
+from llm42.audit.claim import (
     Claim,
     Names,
     body_of,
@@ -18,8 +18,8 @@ from llm42.audit_claim import (
     require_deterministic,
     require_known,
 )
-from llm42.audit_values import BadRecord, floats_of, ids_of, object_of, text_of
-from llm42.receipt import Receipt
+from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, text_of
+from llm42.audit.receipt import Receipt
 
 FIELDS = frozenset({"id", "request", "response", "receipt", "receipts", "manifest"})
 REPLY = frozenset(

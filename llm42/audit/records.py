@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llm42.audit_claim import (
+from llm42.audit.claim import (
     Claim,
     body_of,
     complete,
@@ -16,10 +16,10 @@ from llm42.audit_claim import (
     of_receipt,
     require_known,
 )
-from llm42.audit_exchange import claims_of_exchange
-from llm42.audit_values import BadRecord, floats_of, ids_of, object_of, require_plain, text_of
+from llm42.audit.exchange import claims_of_exchange
+from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, require_plain, text_of
 from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.receipt import Receipt, sampling_from_json
+from llm42.audit.receipt import Receipt, sampling_from_json
 
 __all__ = ["Claim", "claims_of", "manifest_of"]
 

@@ -1,0 +1,1 @@
+"""Stored answers, held against the verifier."""
