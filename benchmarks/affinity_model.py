@@ -69,7 +69,7 @@ def hf_config(model: LoadedModel) -> dict[str, object]:
 
 def prompts(gguf: str) -> list[list[int]]:
     """Chat prompts as token ids."""
-    from llm42.demo import PROMPTS
+    from llm42.local.demo import PROMPTS
     from llm42.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(gguf)

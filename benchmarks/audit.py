@@ -21,10 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.report import Figure, report
-from llm42.audit_local import LocalCanon
+from llm42.local.audit import LocalCanon
 from llm42.audit.records import Claim, claims_of
 from llm42.config import Settings
-from llm42.embedded import Embedded
+from llm42.local.embedded import Embedded
 from llm42.protocol import Request, SamplingParams, TokenLogprob
 from llm42.audit.receipt import Answered, Keyring, Receipt, make_receipt
 from llm42.audit.replayer import Replayer

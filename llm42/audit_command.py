@@ -74,7 +74,7 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
             began = time.monotonic()
             RemoteAudit(options.url, options.api_key).audit(records, found)
         else:
-            from llm42.audit_local import LocalAudit
+            from llm42.local.audit import LocalAudit
 
             keyring, again = Keyring.load(settings.audit), any(c.output is None for c in records.claims)
             with LocalAudit(settings, again, step) as local:

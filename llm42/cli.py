@@ -24,7 +24,7 @@ from llm42.steps import Steps
 
 if TYPE_CHECKING:
     from llm42_serve.launch import Service
-    from llm42.embedded import Embedded
+    from llm42.local.embedded import Embedded
     from llm42.protocol import Request, RequestStats
 
 app = typer.Typer(
@@ -172,7 +172,7 @@ def generate(
 ) -> None:
     """Answers one prompt in this process, without a server."""
     settings = settings_here(config)
-    from llm42.embedded import Embedded
+    from llm42.local.embedded import Embedded
     from llm42.protocol import Request, SamplingParams
 
     with (

@@ -95,7 +95,7 @@ def run_demonstration(
 ) -> int:
     """Runs the demonstration with a progress bar. Returns the exit code: 1 if a deterministic output
     changed."""
-    from llm42.demo import run_demo
+    from llm42.local.demo import run_demo
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
@@ -145,7 +145,7 @@ def _print_demo(result: Any) -> None:
 
 def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int, as_json: bool) -> int:
     """Measures how near the fast path's bits are to the verifier's, and prints it. Returns exit code 0."""
-    from llm42.affinity import measure_affinity
+    from llm42.local.affinity import measure_affinity
 
     with err.status("Loading the model") as status:
         report = measure_affinity(settings, requests, tokens, concurrent, lambda what: status.update(what))

@@ -24,7 +24,7 @@ from llm42.session.driver import Generator, VerifierClient
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
     Commit,

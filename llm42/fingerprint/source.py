@@ -33,7 +33,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/commands.py": _ASKS,
     "llm42/steps.py": _TELLS,
     "llm42/top.py": _TELLS,
-    "llm42/demo.py": _COMPARES,
+    "llm42/local/demo.py": _COMPARES,
     "llm42/affinity*.py": _COMPARES,
     "llm42/audit_*.py": _COMPARES,
     "llm42/audit/source.py": _COMPARES,

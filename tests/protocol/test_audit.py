@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llm42.audit.file import Records, parse_lines
-from llm42.audit_local import LocalCanon
+from llm42.local.audit import LocalCanon
 from llm42.config import AuditSettings
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Overloaded, Request, VerifierUnavailable, Window

@@ -10,8 +10,8 @@ from prometheus_client import generate_latest
 
 from llm42.telemetry import metrics as m
 from llm42.session.driver import Generator
-from llm42.embedded import Reporting
-from llm42.local import LocalVerifier
+from llm42.local.embedded import Reporting
+from llm42.local.client import LocalVerifier
 from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.protocol import RequestStats

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from llm42.engine.base import EngineOutput
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.session.outputs import EngineFailed
 from llm42.protocol import (

@@ -21,7 +21,7 @@ from llm42.cache import KVCache
 from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Failure, Overloaded, Request, SamplingParams, Window
 from llm42.sampling import Sampled
 from llm42.session.machine import Session

@@ -11,7 +11,7 @@ import pytest
 
 from llm42_serve.ingress.ingress import RayBackend
 from llm42.config import ServerSettings
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.telemetry.metrics import NullMetrics
 from llm42.protocol import (
     Commit,

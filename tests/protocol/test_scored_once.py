@@ -12,7 +12,7 @@ import pytest
 from llm42.api.choices import streams_of
 from llm42.api.deltas import interleave
 from llm42.session import prompt_scores
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.session.prompt_scores import scoring_windows
 from llm42.protocol import (
     Commit,

@@ -15,7 +15,7 @@ from llm42.session import driver
 from llm42.config import EngineSettings, Settings
 from llm42.session.driver import Generator
 from llm42.engine.torch.engine import TorchEngine
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParams, Window

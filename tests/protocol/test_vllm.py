@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from llm42.config import Settings
-from llm42.embedded import Embedded
+from llm42.local.embedded import Embedded
 from llm42.engine.base import EngineOutput
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.options import EngineUnavailable

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from llm42.session.driver import Generator
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Failure, Request, RequestRejected, SamplingParams, Window
 from tests.support import (
     END,

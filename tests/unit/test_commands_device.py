@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from llm42 import cli
 from llm42.cli_errors import actionable
 from llm42.config import Settings
-from llm42.demo import run_demo
+from llm42.local.demo import run_demo
 from llm42.engine import build
 from llm42.engine.vllm import engine as vllm
 from llm42.engine.torch.engine import TorchEngine
@@ -283,7 +283,7 @@ def test_the_demonstration_runs_the_configured_engine(
 def test_noise_that_fails_ends_the_demonstration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of the load beyond the vocabulary ended it in silence, and nothing was compared under load."""
     settings = _tiny(tmp_path, "torch")
-    monkeypatch.setattr("llm42.demo.min", lambda *_: 10**6, raising=False)
+    monkeypatch.setattr("llm42.local.demo.min", lambda *_: 10**6, raising=False)
     with pytest.raises(LLM42Error, match="vocabulary"):
         run_demo(settings, requests=1, load=1, tokens=8)
 

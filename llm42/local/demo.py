@@ -12,7 +12,7 @@ from typing import Any
 
 from llm42.config import Settings, engine_threads
 from llm42.session.driver import Generator
-from llm42.embedded import Embedded
+from llm42.local.embedded import Embedded
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams

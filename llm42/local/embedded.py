@@ -9,7 +9,7 @@ from contextlib import aclosing, nullcontext
 from llm42.config import Settings
 from llm42.session.driver import Generator
 from llm42.engine.build import build_engine
-from llm42.local import LocalVerifier
+from llm42.local.client import LocalVerifier
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.checkpoint.description import load_tokenizer
 from llm42.checkpoint.load import require_device

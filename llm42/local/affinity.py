@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from llm42.affinity_trace import OperatorDifference, first_difference
+from llm42.local.affinity_trace import OperatorDifference, first_difference
 from llm42.config import Settings
 from llm42.session.driver import Generator
 from llm42.protocol import Failure, Request, SamplingParams, VerificationFailed, Window
@@ -140,7 +140,7 @@ async def fast_outputs(
 
 def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """The demonstration's prompts, repeated with other endings as often as needed."""
-    from llm42.demo import PROMPTS
+    from llm42.local.demo import PROMPTS
 
     endings = ("", " Answer in detail.", " Keep it short and simple.", " Give an example.")
     texts = [PROMPTS[i % len(PROMPTS)] + endings[i // len(PROMPTS) % len(endings)] for i in range(count)]
@@ -156,7 +156,7 @@ def measure_affinity(
 ) -> AffinityReport:
     """Runs the configured fast path under load, replays its outputs, and compares operators where this
     process can see them. Raises LLM42Error."""
-    from llm42.embedded import Embedded
+    from llm42.local.embedded import Embedded
     from llm42.engine.torch.engine import TorchEngine
     from llm42_kernels.cpu import cpu_operators
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.session.driver import Generator
-from llm42.embedded import Embedded
+from llm42.local.embedded import Embedded
 from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for

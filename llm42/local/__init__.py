@@ -1,0 +1,1 @@
+"""A whole LLM-42 in one process, without Ray."""
