@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from llm42_serve.launch import APP_NAME, Service, log_dir
-from llm42.cli import app
+from llm42.cli.main import app
 from tests.metrics.conftest import CANARY, PLANTED, TRACE, Traffic
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import llm42.api.audit_routes as audit_api
-import llm42.audit_command as audit_command
-import llm42.cli as cli
+import llm42.cli.audit as audit_command
+import llm42.cli.main as cli
 from llm42.audit.records import claims_of
 from llm42.config import Settings
 from llm42.protocol import VerifierUnavailable

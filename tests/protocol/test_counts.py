@@ -15,7 +15,7 @@ from llm42.local.client import LocalVerifier
 from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.protocol import RequestStats
-from llm42.top import Interval, Page
+from llm42.cli.top import Interval, Page
 from tests.support import Lab, request_of
 
 

@@ -22,7 +22,7 @@ from llm42_serve import ray_node
 from llm42_serve.launch import Service
 from llm42_serve.preflight import LaunchFailed
 from llm42_serve.ray_node import SESSION, SHORT, nothing_left, temp_dir
-from llm42 import cli
+from llm42.cli import main as cli
 from llm42.config import Settings
 from tests.conftest import free_port
 from tests.service.serve_process import tiny_tree

@@ -13,7 +13,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-import llm42.cli as cli
+import llm42.cli.main as cli
 from llm42_serve.launch import Service
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint

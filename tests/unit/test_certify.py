@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from llm42 import fingerprint as fp
-from llm42.cli import app
+from llm42.cli.main import app
 from llm42.config import Settings
 from llm42.fingerprint import device, libraries
 from llm42.checkpoint.load import load_model, sampled_identity

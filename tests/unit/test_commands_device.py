@@ -16,8 +16,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from llm42 import cli
-from llm42.cli_errors import actionable
+from llm42.cli import main as cli
+from llm42.cli.errors import actionable
 from llm42.config import Settings
 from llm42.local.demo import run_demo
 from llm42.engine import build
@@ -52,7 +52,7 @@ class Watch(importlib.abc.MetaPathFinder):
             seen.append({k: os.environ.get(k) for k in names})
             raise ImportError("torch was asked for")
 sys.meta_path.insert(0, Watch())
-from llm42.cli import app
+from llm42.cli.main import app
 before = len(seen)
 try:
     app(json.loads(sys.argv[2]), standalone_mode=False)

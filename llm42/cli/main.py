@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from llm42.cli_errors import actionable
-from llm42.cli_telemetry import MetricsPortOption, metrics_for, top
+from llm42.cli.errors import actionable
+from llm42.cli.telemetry import MetricsPortOption, metrics_for, top
 from llm42.config import Settings
-from llm42.steps import Steps
+from llm42.cli.progress import Steps
 
 if TYPE_CHECKING:
     from llm42_serve.launch import Service
@@ -240,7 +240,7 @@ def certify(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Proves, or refutes, that this machine's operators are row-invariant; exit code 1 names the operator."""
-    from llm42.commands import run_certify
+    from llm42.cli.commands import run_certify
 
     raise typer.Exit(run_certify(settings_here(config), plant or [], as_json))
 
@@ -256,7 +256,7 @@ def demo(
     metrics_port: MetricsPortOption = None,
 ) -> None:
     """Sends prompts alone and again under load, best-effort and deterministic, and counts what changed."""
-    from llm42.commands import run_demonstration
+    from llm42.cli.commands import run_demonstration
 
     settings = settings_here(config)
     with metrics_for(settings, metrics_port) as metrics:
@@ -276,7 +276,7 @@ def affinity(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on standard output")] = False,
 ) -> None:
     """Replays the fast path's answers through the verifier: mismatches, each of which costs a rollback."""
-    from llm42.commands import run_affinity
+    from llm42.cli.commands import run_affinity
 
     raise typer.Exit(run_affinity(settings_here(config), requests, tokens, concurrent, as_json))
 
@@ -306,14 +306,14 @@ def audit(
     """
     try:
         settings = None if url else settings_here(config)
-        from llm42.audit_command import AuditOptions, run_audit
+        from llm42.cli.audit import AuditOptions, run_audit
 
         options = AuditOptions(file, url, api_key, manifest or (), require_signature, as_json)
         code = run_audit(options, settings)
     except Exception as error:
         if (line := actionable(error)) is None:
             raise
-        from llm42.audit_command import NO_RECORDS
+        from llm42.cli.audit import NO_RECORDS
 
         err.print(f"[bold red]Error:[/] {escape(line)}", soft_wrap=True)
         code = 2 if isinstance(error, NO_RECORDS) else 3

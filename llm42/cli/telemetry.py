@@ -29,7 +29,7 @@ def top(
     interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.2)] = 2.0,
 ) -> None:
     """Shows rollback rate, latency, verifiers and errors of a running service, live."""
-    from llm42.top import run_top
+    from llm42.cli.top import run_top
 
     run_top(url, once, interval)
 
