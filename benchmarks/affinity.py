@@ -25,8 +25,8 @@ from typing import Any
 from benchmarks.random_model import LLAMA_8B, write_random
 from benchmarks.report import RESULTS, Figure, report
 from benchmarks.vllm_setup import prompts_of
-from llm42.local.affinity import chat_prompts
 from llm42.config import Settings
+from llm42.local.affinity import chat_prompts
 from llm42.local.embedded import Embedded
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer

@@ -102,8 +102,8 @@ def _graph(o: Tensor, residual: Tensor, w1: Tensor, up: Tensor, down: Tensor, w2
 
 def replay(gguf: str, directory: Path, affinity: str, name: str, logits_dtype: str) -> dict[str, Any]:
     """The certified runner over saved outputs: flips per 1,000 and share of equal log-probabilities."""
-    from llm42.local.affinity import replay_outputs
     from llm42.config import Settings
+    from llm42.local.affinity import replay_outputs
     from llm42.verifier.build import build_verifier
 
     settings = Settings.load(

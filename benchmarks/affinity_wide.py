@@ -36,9 +36,9 @@ from benchmarks.affinity_vllm import compiled_kernels
 from benchmarks.random_model import LLAMA_8B, write_random
 from benchmarks.report import Figure, report
 from benchmarks.vllm_setup import prompts_of
+from llm42.checkpoint.load import load_model
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
-from llm42.checkpoint.load import load_model
 from llm42.text.tokenizer import Tokenizer
 from llm42_kernels.linear import lm_head_cublas_into
 from llm42_kernels.rmsnorm import launch_sum_norm

@@ -21,10 +21,10 @@ from typing import Any
 
 import httpx
 import matplotlib.pyplot as plt
+from llm42_serve.launch import Service, absolute, prepare_environment
 
 from benchmarks.prometheus import Prometheus, filled_in, panels
 from benchmarks.report import Figure, report
-from llm42_serve.launch import Service, absolute, prepare_environment
 from llm42.config import Settings
 
 PICTURE = Path(__file__).parents[1] / "docs" / "dashboard.png"

@@ -40,8 +40,8 @@ def verifier_process(pipe: Pipe) -> None:
     """Serves (number, windows) with (number, commits) until None comes."""
     from benchmarks.random_model import LLAMA_8B, random_model
     from llm42.cache import BlockPool, KVCache
-    from llm42.verifier.scheduler import Verifier
     from llm42.verifier.cuda.runner import CudaRunner
+    from llm42.verifier.scheduler import Verifier
     from llm42_kernels.cuda import cuda_operators
 
     model, c = random_model(LLAMA_8B, max_len=MAX_LEN), LLAMA_8B

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.kv_pool import describe, remove
 from llm42.cache import BlockPool, KVCache
-from llm42.engine.vllm.export import config_json, export_model
 from llm42.checkpoint.load import load_model
+from llm42.engine.vllm.export import config_json, export_model
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from llm42.models.config import ModelConfig
 from llm42.engine.vllm.export import config_json
+from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights, expected_shapes

@@ -27,14 +27,14 @@ from llm42_serve.launch import prepare_environment
 prepare_environment()
 
 import ray  # noqa: E402
+from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
 
 from benchmarks.report import RESULTS, Figure, report  # noqa: E402
-from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
 from llm42.config import Settings  # noqa: E402
-from llm42.session.driver import Generator  # noqa: E402
-from llm42.engine.vllm.engine import VllmEngine  # noqa: E402
 from llm42.engine.vllm.connection import Connection  # noqa: E402
+from llm42.engine.vllm.engine import VllmEngine  # noqa: E402
 from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
+from llm42.session.driver import Generator  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
 
 REQUESTS, TOKENS, STEP_S, WINDOWS, VERIFY_S = 256, 128, 0.013, 4096, 0.02

@@ -21,8 +21,8 @@ from benchmarks.report import RESULTS, Figure, arguments, report
 from llm42.cache import BlockPool
 from llm42.protocol import SamplingParams, TokenLogprob, Window
 from llm42.sampling import Sampled
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.runner import SequenceRows
+from llm42.verifier.scheduler import Verifier
 
 VOCAB, BLOCK, BUCKETS = 128256, 64, (64, 128, 256, 512, 1024)
 

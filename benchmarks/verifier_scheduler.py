@@ -11,8 +11,8 @@ import torch
 from llm42.cache import BlockPool
 from llm42.models.weights import LoadedModel
 from llm42.protocol import SamplingParams, Window
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.cuda.runner import CudaRunner
+from llm42.verifier.scheduler import Verifier
 
 REQUESTS, CONTEXT, CANDIDATES, ROUNDS = 128, 2048, 31, 12
 

@@ -6,6 +6,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from llm42.errors import VersionSkew
+
 T = TypeVar("T")
 
 
@@ -207,62 +209,3 @@ class Delta:
     replica: str = ""
     verifier: str = ""
     """Who has computed it, where that is known: on the first and the last delta. No part of the promise."""
-
-
-class LLM42Error(Exception):
-    """Base of the errors that a user can act on. Whatever their constructors take, they can be pickled: they
-    cross processes, and a replica's constructor that raises one is told of by Serve."""
-
-    code = "internal_error"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (type(self), self.args, self.__dict__.copy())
-
-
-def _remade(kind: type[LLM42Error], args: tuple[Any, ...], state: dict[str, Any]) -> LLM42Error:
-    """A pickled error, with its fields; not by its constructor, which may take something else than `args`."""
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
-
-
-class RequestRejected(LLM42Error):
-    """The request itself is wrong (HTTP 400); `param` names the offending field."""
-
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
-
-
-class VerifierUnavailable(LLM42Error):
-    """No verifier answers (HTTP 503 with Retry-After); best-effort traffic is not affected."""
-
-    code = "verifier_unavailable"
-
-
-class StepFailed(VerifierUnavailable):
-    """The verifier's step that held the window failed. Another try may meet the same end, so it counts as one
-    of session.verify_attempts; a verifier that is dead or full is asked for as long as they may take."""
-
-
-class FingerprintChanged(VerifierUnavailable):
-    """The verifiers were replaced while the request ran: no promise covers tokens of both (HTTP 503)."""
-
-
-class VersionSkew(VerifierUnavailable):
-    """Who made the request, or would answer it, has other code, files, versions or settings than the
-    verifiers' manifest names (HTTP 503): the fingerprint would promise what nobody computed."""
-
-    code = "version_skew"
-
-
-class VerificationFailed(LLM42Error):
-    """The verifier refused a window for good, for example because the logits hold NaN (HTTP 500)."""
-
-    code = "verification_failed"
-
-
-class Overloaded(LLM42Error):
-    """A bounded queue is full (HTTP 429 with Retry-After)."""
-
-    code = "overloaded"

@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 
-from llm42.api.app import Status, create_app
+from llm42.api.app import create_app
+from llm42.api.backend import Status
 from llm42.config import Settings
-from llm42.session.driver import Generator
+from llm42.errors import VerifierUnavailable
 from llm42.fingerprint import fingerprint
-from llm42.protocol import Commit, Delta, Failure, Request, VerifierUnavailable, Window
+from llm42.protocol import Commit, Delta, Failure, Request, Window
+from llm42.session.driver import Generator
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.scheduler import Verifier
 from tests.support import Lab
@@ -52,7 +54,7 @@ def choice(record: Exchange) -> dict[str, Any]:
 
 @dataclass
 class LocalBackend:
-    """llm42.api.app.Backend in one process."""
+    """llm42.api.backend.Backend in one process."""
 
     generator: Generator
     verifier: Verifier

@@ -20,10 +20,10 @@ from tokenizers.models import BPE
 
 from llm42.cache import BlockPool, KVCache
 from llm42.config import Settings
-from llm42.session.driver import Generator, VerifierClient
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
+from llm42.host.threads import set_threads, torch_threads
 from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
@@ -35,13 +35,14 @@ from llm42.protocol import (
     TokenLogprob,
     Window,
 )
-from llm42.host.threads import set_threads, torch_threads
-from llm42.text.tokenizer import Detokenizer, Tokenizer
+from llm42.session.driver import Generator, VerifierClient
+from llm42.text.detokenizer import Detokenizer
+from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for, load_for
-from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.certify.cpu import Certificate
-from llm42.verifier.scheduler import Verifier
+from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.cpu.runner import CPURunner
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.linear import batch_dependent
 

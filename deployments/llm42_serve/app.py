@@ -8,17 +8,19 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from llm42_serve.replica.fastpath import FastPath
-from llm42_serve.ingress.ingress import Ingress
 from llm42.config import Settings
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
+from llm42_serve.ingress.ingress import Ingress
+from llm42_serve.replica.fastpath import FastPath
 
 FAST_PATH_OPTIONS: dict[str, Any] = {
     "max_ongoing_requests": 1024,  # the replica itself refuses beyond server.max_queued, with a 429
     "health_check_period_s": 5,
     "health_check_timeout_s": 30,
     "graceful_shutdown_wait_loop_s": 0.5,
-    "request_router_config": RequestRouterConfig(request_router_class="llm42_serve.ingress.router:PrefixRouter"),
+    "request_router_config": RequestRouterConfig(
+        request_router_class="llm42_serve.ingress.router:PrefixRouter"
+    ),
 }
 INGRESS_OPTIONS: dict[str, Any] = {
     "max_ongoing_requests": 4096,

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llm42_serve import preflight
-from llm42_serve import ray_node
-from llm42_serve.preflight import LaunchFailed, cause_of, require_free_port
+from llm42.config import Settings
 from llm42.config.serve_file import APP_NAME
 from llm42.config.serve_file import absolute as absolute
 from llm42.config.serve_file import read_serve_config as read_serve_config
-from llm42.config import Settings
+from llm42.errors import LaunchFailed, LLM42Error
 from llm42.host.direct import go_direct, open_url
 from llm42.telemetry.failures import kept_traceback, one_line
-from llm42.protocol import LLM42Error
+from llm42_serve import preflight, ray_node
+from llm42_serve.preflight import cause_of, require_free_port
 
 METRICS_PORT = 8090
 START_TIMEOUT_S = 300.0

@@ -11,22 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm42.config import Settings
+from llm42.audit.receipt import Keyring
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
-from llm42.protocol import LLM42Error
-from llm42.audit.receipt import Keyring
+from llm42.config import Settings
+from llm42.errors import LaunchFailed, LLM42Error
 from llm42.telemetry.tracing import make_tracer
 
 MAX_CAUSE = 800
 """Characters of a failed deployment's own words."""
 EPSILON = 1e-6
-
-
-class LaunchFailed(LLM42Error):
-    """The service did not come up; the message says why and where the logs are."""
-
-    code = "launch_failed"
 
 
 def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:

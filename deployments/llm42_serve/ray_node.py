@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llm42_serve.preflight import LaunchFailed
+from llm42.errors import LaunchFailed
 
 MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 """Bytes in the path of a Unix socket."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -17,76 +16,30 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
+from llm42 import __version__
 from llm42.api import errors
 from llm42.api.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
 from llm42.api.audit_routes import audit_routes
+from llm42.api.backend import Backend
 from llm42.api.choices import streams_of
 from llm42.api.deltas import interleave
 from llm42.api.docs_page import HEADERS, page
 from llm42.api.front import Cors, Front
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
-from llm42.api.large import OffLoop, dump, require_renderable
-from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.api.keys import KeyGate, KeyPolicy
+from llm42.api.large import OffLoop, dump, require_renderable
+from llm42.api.plan import plan
 from llm42.api.render import Renderer
+from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.api.streams import EventStream, Pieces, begin, end, events_of
 from llm42.api.text_routes import text_routes
-from llm42.api.plan import plan
-from llm42 import __version__
-from llm42.config import Settings
-from llm42.telemetry.metrics import Metrics, NullMetrics
-from llm42.protocol import Commit, Delta, Failure, LLM42Error, Request, Window, across_releases
 from llm42.audit.receipt import Keyring
+from llm42.config import Settings
+from llm42.errors import LLM42Error
+from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@across_releases
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What a fast-path replica knows: its own engine, and the verifiers it can reach."""
-
-    serving: bool
-    replica: str = ""
-    served: int = 0
-    """Requests that this replica has finished."""
-    verifiers_ready: int = 0
-    verifiers: int = 0
-    fingerprint: str | None = None
-    detail: str = ""
-    running: int = 0
-    waiting: int = 0
-    queued: int = 0
-    """Requests that wait to be admitted."""
-    node: str = ""
-    """Ray's id of the node it runs on."""
-    kv_used: int = 0
-    kv_total: int = 0
-    verifier_states: tuple[str, ...] = field(default=())
-    skew: bool = False
-    """Deterministic requests are refused: `detail` says in what the parts of the service differ."""
-
-
-class Backend(Protocol):
-    """Where answers come from."""
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
-        ...
-
-    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
-        """The verifiers' fingerprint and manifest. agreed: only if this process makes of a request what the
-        manifest says, else VersionSkew. Raises VerifierUnavailable."""
-        ...
-
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Windows of an audit, computed without a cache. VerifierUnavailable, Overloaded: may be retried."""
-        ...
-
-    async def status(self) -> Status:
-        """Answers within a second or two, whatever is going on."""
-        ...
 
 
 def create_app(

@@ -21,20 +21,21 @@ from llm42.api.asgi import ClientGone, until_disconnect
 from llm42.api.audit_source import BackendCanon, Bounds
 from llm42.api.body_limits import ClosedPart, at_most
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
-from llm42.api.requests import ChatBody, CompletionBody
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
-from llm42.audit.source import Planner
-from llm42.audit.records import Claim, claims_of, manifest_of
-from llm42.config import Settings
-from llm42.protocol import LLM42Error, Overloaded, Request, RequestRejected
-from llm42.audit.receipt import InvalidReceipt, Keyring
-from llm42.audit.replayer import Replayer, windows_per_call
-from llm42.text.tokenizer import Tokenizer
+from llm42.api.requests import ChatBody, CompletionBody
 from llm42.audit.compare import Finding, Verdict, summary
+from llm42.audit.receipt import InvalidReceipt, Keyring
+from llm42.audit.records import Claim, claims_of, manifest_of
+from llm42.audit.replayer import Replayer, windows_per_call
+from llm42.audit.source import Planner
+from llm42.config import Settings
+from llm42.errors import LLM42Error, Overloaded, RequestRejected
+from llm42.protocol import Request
+from llm42.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llm42.api.app import Backend
+    from llm42.api.backend import Backend
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 16

@@ -8,11 +8,12 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from llm42.api.keys import KeyPolicy
-from llm42.protocol import Commit, Delta, Failure, LLM42Error, Overloaded, Request, Window
 from llm42.audit.replayer import REGENERATIONS
+from llm42.errors import LLM42Error, Overloaded
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 
 if TYPE_CHECKING:
-    from llm42.api.app import Backend
+    from llm42.api.backend import Backend
 
 KEY_PAUSE_S, KEY_TRIES = 0.1, 600
 """How an audit waits for its key's other requests: a look after each pause, a minute in all."""

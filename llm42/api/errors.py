@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from llm42.api.json_bodies import InvalidBody
 from llm42.api.sse import event as event_of
+from llm42.errors import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 from llm42.telemetry.logs import event
 from llm42.telemetry.metrics import OTHER, REJECTS, Metrics
-from llm42.protocol import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 
 log = logging.getLogger(__name__)
 MAX_PATH_CHARS = 200

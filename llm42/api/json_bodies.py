@@ -26,7 +26,7 @@ from starlette.responses import Response
 from llm42.api.requests import MAX_PROMPTS
 from llm42.api.turns import Turns
 from llm42.config import Settings
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 
 LARGE_BYTES = 32 << 10
 """From here on a body is read in a thread."""

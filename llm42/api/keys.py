@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llm42.api import errors
 from llm42.api.requests import GenerationBody
 from llm42.config import ApiKeySettings, Settings
+from llm42.errors import Overloaded, RequestRejected
+from llm42.protocol import Request
 from llm42.telemetry.logs import bound
-from llm42.protocol import Overloaded, Request, RequestRejected
 
 HEADER = "X-LLM42-Deterministic"
 """A request's wish for determinism, where its body cannot be changed."""

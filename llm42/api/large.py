@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from llm42.api.plan import Plan
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 
 MAX_ENTRIES = 1 << 20
 """Log-probabilities, alternatives included, that one reply may hold: some seconds of one CPU core, and some

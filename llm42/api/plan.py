@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from llm42.api.errors import ModelNotFound
-from llm42.api.requests import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
 from llm42.api.prompts import echo_start, echoes_of, prompts_of, require_unicode
+from llm42.api.requests import ChatBody, CompletionBody, GenerationBody, ReceiptOptions
 from llm42.api.stops import special_stops
 from llm42.config import Settings
-from llm42.protocol import Request, RequestRejected, SamplingParams
+from llm42.errors import RequestRejected
+from llm42.protocol import Request, SamplingParams
 from llm42.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16

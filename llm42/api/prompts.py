@@ -9,7 +9,7 @@ from typing import Any
 
 from llm42.api.messages import Message, Tool
 from llm42.api.requests import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, TemplateOptions
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception"})

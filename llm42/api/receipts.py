@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm42.api.requests import ReceiptOptions
 from llm42.api.plan import Plan
-from llm42.protocol import Delta, TokenLogprob
+from llm42.api.requests import ReceiptOptions
 from llm42.audit.receipt import Answered, Keyring, make_receipt
+from llm42.protocol import Delta, TokenLogprob
 
 
 @dataclass(slots=True)

@@ -10,11 +10,12 @@ from typing import Any
 from llm42.api.deltas import merge
 from llm42.api.large import LARGE, dump
 from llm42.api.logprobs import LogprobWriter, TokenNames
+from llm42.api.plan import Plan
 from llm42.api.receipts import Receipts
 from llm42.api.sse import event
-from llm42.api.plan import Plan
-from llm42.protocol import Delta, FingerprintChanged, RequestStats, TokenLogprob
 from llm42.audit.receipt import Keyring
+from llm42.errors import FingerprintChanged
+from llm42.protocol import Delta, RequestStats, TokenLogprob
 
 MAX_WAITING = 16
 """Tokens of a stream that wait for text to go with: a character takes four at most, a stop string more."""

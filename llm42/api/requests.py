@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from llm42.api.body_limits import ClosedPart, Part, about, at_most, none_for
-from llm42.api.other_fields import is_neutral, refusal
 from llm42.api.messages import MAX_MESSAGES, MAX_TOOLS, Message, ResponseFormat, Tool
+from llm42.api.other_fields import is_neutral, refusal
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"

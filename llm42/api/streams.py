@@ -17,8 +17,8 @@ from llm42.api import sse
 from llm42.api.asgi import ClientGone, unless_disconnected, until_disconnect
 from llm42.api.errors import Errors, status_of
 from llm42.api.large import OffLoop
-from llm42.api.render import Renderer
 from llm42.api.plan import Plan
+from llm42.api.render import Renderer
 from llm42.protocol import Delta
 
 log = logging.getLogger(__name__)

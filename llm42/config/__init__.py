@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llm42.host.cores import usable_cores
 from llm42.config.yaml_file import read_yaml
+from llm42.host.cores import usable_cores
 
 
 class _Section(BaseModel):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llm42_serve.preflight import LaunchFailed
 from llm42.config import Settings
 from llm42.config.yaml_file import YamlProblem, read_yaml
+from llm42.errors import LaunchFailed
 
 APP_NAME = "llm42"
 IMPORT_PATH = "llm42_serve.app:build"

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from llm42.protocol import LLM42Error
+from llm42.errors import LLM42Error
 
 
 class YamlProblem(LLM42Error):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from llm42.protocol import Request, RequestRejected
+from llm42.errors import RequestRejected
+from llm42.protocol import Request
 
 
 def require_room(request: Request, positions: int, kv_tokens: int | None = None) -> None:

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
+from llm42.errors import LLM42Error
 from llm42.fingerprint.digests import digest
 from llm42.host.linked import find
-from llm42.protocol import LLM42Error
 
 PREFIXES = (
     "ATEN_", "BLIS_", "DNNL_", "FBGEMM_", "GLIBC_TUNABLES", "GOMP_", "GOTO_", "KMP_", "LD_AUDIT",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llm42.errors import VersionSkew
 from llm42.fingerprint import differing_fields
-from llm42.protocol import VersionSkew
 
 Facts = Mapping[str, Any]
 MAX_VALUE_CHARS = 40

@@ -13,10 +13,11 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from llm42.local.affinity_trace import OperatorDifference, first_difference
 from llm42.config import Settings
+from llm42.errors import VerificationFailed
+from llm42.local.affinity_trace import OperatorDifference, first_difference
+from llm42.protocol import Failure, Request, SamplingParams, Window
 from llm42.session.driver import Generator
-from llm42.protocol import Failure, Request, SamplingParams, VerificationFailed, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.scheduler import Verifier
 
@@ -156,8 +157,8 @@ def measure_affinity(
 ) -> AffinityReport:
     """Runs the configured fast path under load, replays its outputs, and compares operators where this
     process can see them. Raises LLM42Error."""
-    from llm42.local.embedded import Embedded
     from llm42.engine.torch.engine import TorchEngine
+    from llm42.local.embedded import Embedded
     from llm42_kernels.cpu import cpu_operators
 
     with Embedded(settings, True, progress) as embedded:

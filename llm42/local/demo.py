@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings, engine_threads
-from llm42.session.driver import Generator
 from llm42.local.embedded import Embedded
+from llm42.protocol import Delta, Request, RequestStats, SamplingParams
+from llm42.session.driver import Generator
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.telemetry.request_metrics import Observed
-from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.certify.cpu import Certificate
 from llm42_kernels.cpu import cpu_operators

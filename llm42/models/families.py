@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.config import ModelConfig
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import kinds, words
 from llm42.models.rope import RopeSettings, yarn_attention_factor
 

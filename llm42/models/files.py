@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 
 
 def words(text: str) -> frozenset[str]:

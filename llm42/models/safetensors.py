@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llm42.errors import ModelFileError
 from llm42.models.config import ModelConfig
-from llm42.models.errors import ModelFileError
 from llm42_kernels.operators import storage_dtype
 from llm42_kernels.rotary import cos_sin_table
 

@@ -14,29 +14,19 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from llm42.telemetry import metrics as m
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
+from llm42.errors import FingerprintChanged, LLM42Error, RequestRejected, VerifierUnavailable
+from llm42.protocol import Commit, Delta, FinishReason, Request, RequestStats, Window
 from llm42.session.inbox import ANY, NONE, Inbox
+from llm42.session.machine import Action, Emit, Extend, Rollback, Session
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
 from llm42.session.prompt_scores import score_prompt
-from llm42.protocol import (
-    Commit,
-    Delta,
-    FingerprintChanged,
-    FinishReason,
-    LLM42Error,
-    Request,
-    RequestRejected,
-    RequestStats,
-    VerifierUnavailable,
-    Window,
-)
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.verify_call import VerifierClient, verify
+from llm42.telemetry import metrics as m
+from llm42.telemetry.tracing import NullTracer, Tracer
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
-from llm42.telemetry.tracing import NullTracer, Tracer
-from llm42.session.verify_call import VerifierClient, verify
 
 log = logging.getLogger(__name__)
 DELTA_S = 0.0004

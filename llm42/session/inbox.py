@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from llm42.engine.base import EngineOutput
-from llm42.protocol import Commit, LLM42Error
+from llm42.errors import LLM42Error
+from llm42.protocol import Commit
 
 ANY = 0
 """`wake_at` of a driver that wants every output."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llm42.engine.base import EngineOutput
-from llm42.protocol import Delta, FinishReason, LLM42Error, Request, RequestRejected, TokenLogprob
+from llm42.errors import LLM42Error, RequestRejected
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.session.machine import Session
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer

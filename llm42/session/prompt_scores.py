@@ -11,18 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llm42.config import SessionSettings
-from llm42.protocol import (
-    Commit,
-    FingerprintChanged,
-    LLM42Error,
-    Request,
-    RequestStats,
-    TokenLogprob,
-    VerificationFailed,
-    Window,
-)
-from llm42.telemetry.tracing import Tracer
+from llm42.errors import FingerprintChanged, LLM42Error, VerificationFailed
+from llm42.protocol import Commit, Request, RequestStats, TokenLogprob, Window
 from llm42.session.verify_call import VerifierClient, verify
+from llm42.telemetry.tracing import Tracer
 
 CHUNK = 512
 """Most tokens that are scored in one window: half of a GPU's largest step, some seconds of a CPU."""

@@ -12,16 +12,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 from llm42.config import SessionSettings
-from llm42.protocol import (
-    Commit,
-    Failure,
-    LLM42Error,
-    Overloaded,
-    StepFailed,
-    VerificationFailed,
-    VerifierUnavailable,
-    Window,
-)
+from llm42.errors import LLM42Error, Overloaded, StepFailed, VerificationFailed, VerifierUnavailable
+from llm42.protocol import Commit, Failure, Window
 from llm42.telemetry.tracing import Tracer
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry
 
+from llm42.errors import LLM42Error
 from llm42.telemetry.metrics import CATALOGUE, COMMON, Kind, Metric
-from llm42.protocol import LLM42Error
 
 
 class MetricsPortTaken(LLM42Error):

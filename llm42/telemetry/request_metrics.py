@@ -9,15 +9,16 @@ from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from llm42.telemetry import metrics as m
 from llm42.config import Settings
+from llm42.errors import LLM42Error
+from llm42.protocol import Delta, Request
+from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import event
-from llm42.protocol import Delta, LLM42Error, Request
 from llm42.telemetry.tracing import NullTracer, Tracer
 
 if TYPE_CHECKING:
-    from llm42.verifier.scheduler import Verifier
     from llm42.verifier.jobs import VerifierStats
+    from llm42.verifier.scheduler import Verifier
 
 log = logging.getLogger(__name__)
 

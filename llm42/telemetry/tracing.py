@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from llm42.config import TelemetrySettings
-from llm42.protocol import LLM42Error, Request
+from llm42.errors import LLM42Error
+from llm42.protocol import Request
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

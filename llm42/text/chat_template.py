@@ -9,9 +9,9 @@ from typing import Any
 
 import jinja2
 
+from llm42.errors import RequestRejected
 from llm42.text.template_dates import strftime
 from llm42.text.template_sandbox import Sandbox, Unrepeatable
-from llm42.protocol import RequestRejected
 
 FIXED_DATE = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 """What templates that ask for today's date get unless the request says a date: a reply must be reproducible

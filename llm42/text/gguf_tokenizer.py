@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import require_known, words
 from llm42.models.gguf.config import eos_token_ids
 from llm42.models.gguf.reader import metadata, open_gguf

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from llm42.protocol import Request
-from llm42.text.tokenizer import Detokenizer, Tokenizer
+from llm42.text.detokenizer import Detokenizer
+from llm42.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

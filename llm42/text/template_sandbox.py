@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatt
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 
 _FIELD = "chat_template"
 _RANDOM: tuple[tuple[type[nodes.Node], str, str], ...] = (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llm42.models.errors import ModelFileError
+from llm42.errors import ModelFileError
 from llm42.models.files import read_json_if_there
 
 DEFAULT, TOOL_USE = "default", "tool_use"

@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models import generation
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.families import token_ids
 from llm42.models.files import read_json_if_there, require_known, words
 from llm42.text.templates import read_templates

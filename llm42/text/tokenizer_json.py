@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.files import dropped, read_json, require_known, words
 from llm42.text.tokenizer_parts import added_around
 

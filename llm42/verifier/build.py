@@ -10,15 +10,13 @@ from typing import Any
 
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
-from llm42.config import Settings
-from llm42.fingerprint.environment import require_steady_kernels
 from llm42.checkpoint.description import load_tokenizer
 from llm42.checkpoint.load import load_model
-from llm42.models.weights import LoadedModel
+from llm42.config import Settings
+from llm42.fingerprint.environment import require_steady_kernels
 from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
+from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.cuda.build import certify_on_cuda, cuda_runner, on_cuda, with_affinity
-from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
 from llm42.verifier.certify.cpu import (
     Certificate,
     CertificationFailed,
@@ -27,10 +25,12 @@ from llm42.verifier.certify.cpu import (
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.scheduler import Verifier
+from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
+from llm42.verifier.cuda.build import certify_on_cuda, cuda_runner, on_cuda, with_affinity
 from llm42.verifier.known_answers import golden_answers_now
 from llm42.verifier.runner import Runner
-from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import device_kind, log_unused
 
 log = logging.getLogger(__name__)

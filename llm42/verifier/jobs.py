@@ -8,8 +8,8 @@ from typing import Any
 
 from llm42.protocol import Commit, Failure, Window
 from llm42.sampling import Sampled
-from llm42.verifier.runner import SequenceRows
 from llm42.verifier.kv_store import Sequence
+from llm42.verifier.runner import SequenceRows
 
 Answer = Commit | Failure
 

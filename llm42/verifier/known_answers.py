@@ -13,7 +13,8 @@ import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from llm42.protocol import Commit, Failure, LLM42Error, SamplingParams, Window
+from llm42.errors import LLM42Error
+from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.scheduler import Verifier
 
 PROMPT, OUTPUT, ALTERNATIVES = 72, 4, 20

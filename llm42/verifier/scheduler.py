@@ -21,21 +21,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from llm42.cache import BlockPool
-from llm42.protocol import (
-    Commit,
-    Failure,
-    LLM42Error,
-    Overloaded,
-    StepFailed,
-    VerifierUnavailable,
-    VerifyTimings,
-    Window,
-)
+from llm42.errors import LLM42Error, Overloaded, StepFailed, VerifierUnavailable
+from llm42.protocol import Commit, Failure, VerifyTimings, Window
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
-from llm42.verifier.runner import PipelinedRunner, Runner
-from llm42.verifier.refusal import refusal_of
 from llm42.verifier.kv_store import SequenceStore
+from llm42.verifier.refusal import refusal_of
+from llm42.verifier.runner import PipelinedRunner, Runner
 
 log = logging.getLogger(__name__)
 

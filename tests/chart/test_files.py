@@ -9,8 +9,8 @@ import tomllib
 
 import yaml
 
-from llm42.config import Settings
 from llm42.checkpoint.fetch import FILE_NAME
+from llm42.config import Settings
 from tests.chart import helm
 
 DOCKERFILE = (helm.ROOT / "Dockerfile").read_text()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from llm42.api.app import Status
+from llm42.api.backend import Status
 from tests.chart import helm
 
 SCRIPT = helm.CHART / "files" / "readiness.py"

@@ -20,8 +20,8 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.verifier.certify.cpu import Certificate
 from llm42.verifier.certify.cuda import CudaSettings, certify_cuda
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.cuda.runner import CudaRunner, attention_shape
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cuda import PROVIDERS, cuda_operators
 
 PARTS = {

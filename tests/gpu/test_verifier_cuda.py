@@ -10,9 +10,9 @@ import torch
 from benchmarks.random_model import SMALL_64, random_model
 from llm42.cache import BlockPool, KVCache
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.cuda.runner import CudaRunner
 from llm42.verifier.runner import PipelinedRunner
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cuda import cuda_operators
 
 BUCKETS = (1, 8, 64, 256)

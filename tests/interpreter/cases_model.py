@@ -15,6 +15,7 @@ from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, sample_row
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.cuda.forward import CudaForward
+from llm42.verifier.cuda.pack import Layout, StepPacker
 from llm42.verifier.cuda.runner import _wishes
 from llm42.verifier.cuda.sampler import (
     alternatives,
@@ -22,7 +23,6 @@ from llm42.verifier.cuda.sampler import (
     is_plain,
     sample_step_device,
 )
-from llm42.verifier.cuda.pack import Layout, StepPacker
 from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import make_attention

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from llm42_serve.launch import APP_NAME, Service
 
 from benchmarks.prometheus import Prometheus, tool
-from llm42_serve.launch import APP_NAME, Service
 from llm42.config import Settings
 
 PLANTED = "planted"
@@ -52,9 +52,8 @@ def planted(
     service: Service, prometheus: Prometheus, cluster_settings: Settings, trace_dir: Path
 ) -> Iterator[str]:
     """The second application, on the same verifiers; with traces, and with prompts in its JSON log."""
-    from ray import serve
-
     from llm42_serve.app import build
+    from ray import serve
 
     tree: Any = cluster_settings.model_dump(mode="json")
     tree["engine"]["corrupt_share"] = CORRUPT_SHARE

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llm42_serve.launch import APP_NAME, Service, log_dir
 from typer.testing import CliRunner
 
-from llm42_serve.launch import APP_NAME, Service, log_dir
 from llm42.cli.main import app
 from tests.metrics.conftest import CANARY, PLANTED, TRACE, Traffic
 

@@ -19,9 +19,10 @@ from llm42.api.audit_source import BackendCanon, Bounds
 from llm42.api.keys import KeyPolicy
 from llm42.audit.file import parse_lines
 from llm42.audit.remote import BATCH_ANSWERS, _batches
-from llm42.config import ApiKeySettings, Settings
-from llm42.protocol import Commit, Delta, Failure, FinishReason, LLM42Error, Request, Window
 from llm42.audit.replayer import REGENERATIONS, windows_per_call
+from llm42.config import ApiKeySettings, Settings
+from llm42.errors import LLM42Error
+from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, Window
 from tests.audit_support import (
     ASK,
     FINGERPRINT,

@@ -10,7 +10,7 @@ import pytest
 
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, load
 from llm42.audit.remote import without_alternatives
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 from tests.audit_support import ASK, CHAT, audit, client, post, signing_settings
 from tests.support import Lab
 

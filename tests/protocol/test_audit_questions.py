@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from llm42.api.requests import CompletionBody
 from llm42.audit.question import RANGES, require_ranges
 from llm42.config import Settings
-from llm42.protocol import RequestRejected, SamplingParams
+from llm42.errors import RequestRejected
+from llm42.protocol import SamplingParams
 from tests.audit_support import ASK, FINGERPRINT, audit, client, post, signing_settings
 from tests.support import Lab
 

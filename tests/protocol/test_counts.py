@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from prometheus_client import generate_latest
 
-from llm42.telemetry import metrics as m
-from llm42.session.driver import Generator
-from llm42.local.embedded import Reporting
-from llm42.local.client import LocalVerifier
-from llm42.telemetry.request_metrics import Observed
-from llm42.telemetry.prometheus import PrometheusMetrics
-from llm42.protocol import RequestStats
 from llm42.cli.top import Interval, Page
+from llm42.local.client import LocalVerifier
+from llm42.local.embedded import Reporting
+from llm42.protocol import RequestStats
+from llm42.session.driver import Generator
+from llm42.telemetry import metrics as m
+from llm42.telemetry.prometheus import PrometheusMetrics
+from llm42.telemetry.request_metrics import Observed
 from tests.support import Lab, request_of
 
 

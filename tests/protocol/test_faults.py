@@ -13,22 +13,15 @@ from pathlib import Path
 import pytest
 
 from llm42.engine.base import EngineOutput
+from llm42.errors import VerificationFailed, VerifierUnavailable
 from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
-from llm42.session.outputs import EngineFailed
-from llm42.protocol import (
-    Commit,
-    Failure,
-    Request,
-    SamplingParams,
-    VerificationFailed,
-    VerifierUnavailable,
-    Window,
-)
+from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.sampling import Sampled
-from llm42.verifier.scheduler import Verifier
+from llm42.session.outputs import EngineFailed
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
+from llm42.verifier.scheduler import Verifier
 from tests.support import (
     AnyEngine,
     Lab,

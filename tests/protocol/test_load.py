@@ -16,18 +16,19 @@ import pytest
 import torch
 
 from llm42 import cache
-from llm42.session import driver
 from llm42.cache import KVCache
-from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
+from llm42.errors import Overloaded
 from llm42.local.client import LocalVerifier
-from llm42.protocol import Commit, Failure, Overloaded, Request, SamplingParams, Window
+from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.sampling import Sampled
+from llm42.session import driver
+from llm42.session.driver import Generator
 from llm42.session.machine import Session
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
+from llm42.verifier.scheduler import Verifier
 from tests.support import (
     PENALISED,
     SAMPLED,

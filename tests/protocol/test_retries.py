@@ -11,17 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from llm42.session.driver import Generator
+from llm42.errors import Overloaded, RequestRejected, VerifierUnavailable
 from llm42.local.client import LocalVerifier
-from llm42.protocol import (
-    Commit,
-    Failure,
-    Overloaded,
-    Request,
-    RequestRejected,
-    VerifierUnavailable,
-    Window,
-)
+from llm42.protocol import Commit, Failure, Request, Window
+from llm42.session.driver import Generator
 from llm42.verifier.scheduler import Verifier
 from tests.support import (
     PENALISED,

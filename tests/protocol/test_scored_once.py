@@ -11,19 +11,11 @@ import pytest
 
 from llm42.api.choices import streams_of
 from llm42.api.deltas import interleave
-from llm42.session import prompt_scores
+from llm42.errors import VerifierUnavailable
 from llm42.local.client import LocalVerifier
+from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, TokenLogprob, Window
+from llm42.session import prompt_scores
 from llm42.session.prompt_scores import scoring_windows
-from llm42.protocol import (
-    Commit,
-    Delta,
-    Failure,
-    FinishReason,
-    Request,
-    TokenLogprob,
-    VerifierUnavailable,
-    Window,
-)
 from tests.support import Lab, request_of
 
 CHUNK = 32

@@ -11,14 +11,14 @@ from functools import cache
 
 import pytest
 
-from llm42.session import driver
+from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.config import EngineSettings, Settings
-from llm42.session.driver import Generator
 from llm42.engine.torch.engine import TorchEngine
 from llm42.local.client import LocalVerifier
-from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParams, Window
+from llm42.session import driver
+from llm42.session.driver import Generator
 from llm42.session.machine import Action, Emit, Session
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for

@@ -17,12 +17,13 @@ import psutil
 import pytest
 
 from llm42.config import Settings
-from llm42.local.embedded import Embedded
 from llm42.engine.base import EngineOutput
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.options import EngineUnavailable
 from llm42.engine.vllm.sampling import token_logprobs
-from llm42.protocol import Overloaded, Request, SamplingParams
+from llm42.errors import Overloaded
+from llm42.local.embedded import Embedded
+from llm42.protocol import Request, SamplingParams
 from tests.support import (
     PENALISED,
     SAMPLED,

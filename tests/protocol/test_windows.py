@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from llm42.session.driver import Generator
+from llm42.errors import RequestRejected
 from llm42.local.client import LocalVerifier
-from llm42.protocol import Commit, Failure, Request, RequestRejected, SamplingParams, Window
+from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
+from llm42.session.driver import Generator
 from tests.support import (
     END,
     PENALISED,

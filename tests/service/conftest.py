@@ -8,8 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-
 from llm42_serve.launch import Service, absolute
+
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
 from tests.conftest import SERVED

@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 
-from llm42.api.app import Status, create_app
+from llm42.api.app import create_app
+from llm42.api.backend import Status
 from llm42.config import Settings
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.text.tokenizer import Tokenizer

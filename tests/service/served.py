@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from llm42_serve.launch import Service
+
 from llm42.config import Settings
 
 on_a_real_model_too = pytest.mark.parametrize("service", ["tiny", "smollm2"], indirect=True, scope="session")
@@ -20,9 +20,8 @@ class Application(Service):
 
     def start(self) -> None:
         """Deploys it and waits for its verifier."""
-        from ray import serve
-
         from llm42_serve.app import build
+        from ray import serve
 
         tree = self.settings.model_dump(mode="json")
         serve.run(build(tree), name=self.name, route_prefix=f"/{self.name}")

@@ -13,7 +13,8 @@ import pytest
 
 from llm42.api.app import create_app
 from llm42.config import Settings
-from llm42.protocol import Delta, Overloaded, Request, VerifierUnavailable
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.protocol import Delta, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import MODEL, SETTINGS, Script, Scripted, hello
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llm42.api.requests import CompletionBody
 from llm42.api.plan import plan
+from llm42.api.requests import CompletionBody
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion, events

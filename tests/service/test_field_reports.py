@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
 from llm42_serve.launch import Service
+
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
 from tests.service.oracle import Answer, ask, noise

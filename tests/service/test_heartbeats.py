@@ -17,7 +17,8 @@ import uvicorn
 from llm42.api import sse
 from llm42.api.app import create_app
 from llm42.config import Settings
-from llm42.protocol import Delta, FinishReason, Overloaded, Request, VerifierUnavailable
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.connection import connect
 from tests.service.scripted import MODEL, Script, Scripted, assert_error, chat, client, completion, events

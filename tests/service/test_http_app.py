@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from llm42.api import render
-from llm42.api.deltas import merge
 from llm42.api.app import create_app
-from llm42.api.requests import CompletionBody
+from llm42.api.deltas import merge
 from llm42.api.plan import plan
-from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestRejected, VerifierUnavailable
+from llm42.api.requests import CompletionBody
+from llm42.errors import Overloaded, RequestRejected, VerifierUnavailable
+from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import (
     JSON,

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from llm42.api.audit_source import BackendCanon, Bounds
 from llm42.api.app import create_app
-from llm42.api.requests import CompletionBody
+from llm42.api.audit_source import BackendCanon, Bounds
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
+from llm42.api.requests import CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
 from llm42.text.tokenizer import Tokenizer

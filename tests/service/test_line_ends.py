@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from llm42.api import sse
-from llm42.protocol import Delta, FinishReason, Request, TokenLogprob, VerifierUnavailable
+from llm42.errors import VerifierUnavailable
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import chat, client, completion
 

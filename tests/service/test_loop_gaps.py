@@ -16,7 +16,7 @@ from llm42.api import json_bodies
 from llm42.api.app import create_app
 from llm42.api.json_bodies import MAX_PARTS, load, most_bytes
 from llm42.config import Settings
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 from tests.service.hostile_bodies import bodies
 from tests.service.loop_gap import longest_gap, settle_heap

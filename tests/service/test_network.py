@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-
 from llm42_serve.launch import Service
+
 from llm42.config import Settings
 
 pytestmark = pytest.mark.service

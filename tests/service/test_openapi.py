@@ -21,7 +21,9 @@ EXAMPLES = 40
 
 
 def app_of(script: Any = hello) -> Any:
-    assert Path(SETTINGS.model.path).is_file(), "the default model is missing: python -m llm42.checkpoint.fetch"
+    assert Path(SETTINGS.model.path).is_file(), (
+        "the default model is missing: python -m llm42.checkpoint.fetch"
+    )
     return create_app(Settings(), Tokenizer.load(SETTINGS.model.path), Scripted(script))
 
 

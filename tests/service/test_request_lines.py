@@ -12,10 +12,11 @@ import pytest
 
 from llm42.api.json_bodies import MAX_BYTES
 from llm42.config import TelemetrySettings
+from llm42.errors import Overloaded
+from llm42.protocol import Delta, Request
 from llm42.telemetry.logs import LOGGERS, configure, event
 from llm42.telemetry.metrics import NullMetrics
 from llm42.telemetry.request_metrics import Observed
-from llm42.protocol import Delta, Overloaded, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, chat, client, completion, hello
 from tests.service.test_policy import bearer, settings_of

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from llm42_serve.preflight import LaunchFailed
-from llm42.config.serve_file import read_serve_config
 from llm42.config import Settings
+from llm42.config.serve_file import read_serve_config
 from llm42.config.yaml_file import YamlProblem
+from llm42.errors import LaunchFailed
 
 APPLICATION = {"name": "llm42", "route_prefix": "/", "import_path": "llm42_serve.app:build"}
 

@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from llm42_serve.replica import supervisor_link, verifier_pool
+from llm42_serve.replica.supervisor_link import SupervisorLink
+from llm42_serve.verifiers.supervisor import Membership
 from ray.exceptions import ActorDiedError, RuntimeEnvSetupError
 
-from llm42_serve.replica import supervisor_link
-from llm42_serve.replica import verifier_pool
-from llm42_serve.verifiers.supervisor import Membership
-from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42.config import LEASE_MARGIN_S, Settings
 from tests.service.pools import Published, pool_of, raises, window
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.connection import Connection
+from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import Request, SamplingParams
 from tests.support import Client
 

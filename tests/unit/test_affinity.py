@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from llm42 import fingerprint as fp
-from llm42.local.affinity import Output, replay_outputs
-from llm42.local.affinity_trace import first_difference
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
+from llm42.local.affinity import Output, replay_outputs
+from llm42.local.affinity_trace import first_difference
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row

@@ -16,10 +16,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from llm42 import fingerprint as fp
+from llm42.checkpoint.load import load_model, sampled_identity
 from llm42.cli.main import app
 from llm42.config import Settings
 from llm42.fingerprint import device, libraries
-from llm42.checkpoint.load import load_model, sampled_identity
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ from llm42.verifier.certify.cpu import (
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.sizes import PROVIDER_ROWS
 from llm42_kernels import attention_cpu, cpu, linear
 from tests.support import Lab, write_model

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import transformers
 
-from llm42.text.chat_template import ChatTemplate
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
-from llm42.protocol import RequestRejected
+from llm42.errors import RequestRejected
+from llm42.text.chat_template import ChatTemplate
 from llm42.text.tokenizer import Tokenizer
 
 PATH = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)

@@ -8,8 +8,8 @@ import shlex
 import pydantic
 import pytest
 
-from llm42.cli.main import _announce
 from llm42.cli.errors import setting_error
+from llm42.cli.main import _announce
 from llm42.config import Settings
 
 

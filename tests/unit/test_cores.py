@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llm42.host import cores
 from llm42.config import EngineSettings, engine_threads
+from llm42.host import cores
 from llm42.host.cores import cpu_quota, usable_cores
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
-from llm42.session.driver import _Drive
 from llm42.engine.base import EngineOutput
-from llm42.protocol import LLM42Error, Request
+from llm42.errors import LLM42Error
+from llm42.protocol import Request
+from llm42.session.driver import _Drive
 
 ANSWER = LLM42Error("an answer")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from llm42.session import driver
 from llm42.config import Settings
-from llm42.session.driver import Generator
 from llm42.engine.base import EngineOutput, Sink
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
+from llm42.session import driver
+from llm42.session.driver import Generator
 from llm42.session.inbox import Inbox
 from llm42.session.outputs import EngineFailed
-from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 
 STEP_S = 0.002
 REQUEST = Request("r", (1, 2), 60, num_logprobs=0)

@@ -19,8 +19,9 @@ from llm42.config import EngineSettings, Settings
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.batch import BatchRunner, FusedAttention, PlainAttention, Rows
 from llm42.engine.torch.engine import TorchEngine
+from llm42.errors import Overloaded, RequestRejected
 from llm42.models.weights import LoadedModel
-from llm42.protocol import FinishReason, Overloaded, Request, RequestRejected, SamplingParams
+from llm42.protocol import FinishReason, Request, SamplingParams
 from llm42.sampling import draw
 from llm42.verifier.build import load_for
 from llm42_kernels.cpu import cpu_operators

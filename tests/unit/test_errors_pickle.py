@@ -16,8 +16,7 @@ from ray.exceptions import RayTaskError
 import deployments
 import llm42
 from llm42.api.errors import ModelNotFound
-from llm42.models.errors import UnsupportedModel
-from llm42.protocol import LLM42Error, RequestRejected
+from llm42.errors import LLM42Error, RequestRejected, UnsupportedModel
 from llm42.verifier.certify.cpu import CertificationFailed
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from llm42.host import threads
 from llm42.fingerprint import device, libraries
+from llm42.host import threads
 from llm42.host.linked import file_identity, file_of, find, mapped_file, mapped_files
 from llm42.host.threads import ThreadsChanged, hold_threads, parallel_region_size, set_threads, torch_threads
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from llm42_serve.verifiers import names as actors
+
 from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.fingerprint import environment

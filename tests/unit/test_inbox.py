@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from llm42.engine.base import EngineOutput
+from llm42.errors import LLM42Error
+from llm42.protocol import FinishReason
 from llm42.session.inbox import ANY, NONE, Inbox
-from llm42.protocol import FinishReason, LLM42Error
 
 PATIENCE_S = 5.0
 

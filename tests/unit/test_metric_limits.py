@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from llm42_serve.verifiers.actor import STALLED_S
+
 from llm42.config import Settings
 from llm42.telemetry.metrics import CATALOGUE, Kind, Metric
 

@@ -8,7 +8,17 @@ import urllib.request
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from llm42.telemetry.metrics import CATALOGUE, COMMON, REQUESTS, VERIFY_SECONDS, WINDOWS, Kind, Label, Metric, Scope
+from llm42.telemetry.metrics import (
+    CATALOGUE,
+    COMMON,
+    REQUESTS,
+    VERIFY_SECONDS,
+    WINDOWS,
+    Kind,
+    Label,
+    Metric,
+    Scope,
+)
 from llm42.telemetry.prometheus import MetricsPortTaken, PrometheusMetrics, metrics_page
 
 ASKED_FOR = {

@@ -13,12 +13,12 @@ import pytest
 from gguf_oracle import write_gguf
 from model_oracle import tiny_model
 
-from llm42.config import ModelSettings
-from llm42.models import families
 from llm42.checkpoint.description import check_model, notes, read_config
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.checkpoint.load import load_model
+from llm42.config import ModelSettings
+from llm42.errors import ModelFileError, UnsupportedModel
+from llm42.models import families
 from tests.support import CONFIG, write_model
 
 SMOLLM2 = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)

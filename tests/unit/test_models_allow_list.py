@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from model_oracle import CONFIGS, tiny_config
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.families import FAMILIES, read_config
 
 WHERE = "some/config.json"

@@ -14,15 +14,15 @@ from gguf_oracle import write_gguf
 from model_oracle import tiny_model
 from tokenizers import pre_tokenizers
 
-from llm42.engine.vllm import export
-from llm42.models.gguf import source as gguf
-from llm42.models.gguf import config as gguf_config
-from llm42.engine.vllm.export import config_json, export_model
-from llm42.models.families import read_config
 from llm42.checkpoint.load import load_model
+from llm42.engine.vllm import export
+from llm42.engine.vllm.export import config_json, export_model
+from llm42.errors import LLM42Error
+from llm42.models.families import read_config
+from llm42.models.gguf import config as gguf_config
+from llm42.models.gguf import source as gguf
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
-from llm42.protocol import LLM42Error
 from llm42.text.tokenizer import Tokenizer
 
 SHAPE = {

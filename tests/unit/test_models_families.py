@@ -12,8 +12,8 @@ from model_oracle import our_logits, report, save_tiny, their_logits, tiny_confi
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm42.models import families
 from llm42.checkpoint.load import load_model
+from llm42.models import families
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42_kernels.rotary import cos_sin_table

@@ -15,10 +15,9 @@ from model_oracle import our_logits, save_tiny, tokens_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.checkpoint.load import load_model
+from llm42.errors import LLM42Error, ModelFileError, UnsupportedModel
 from llm42.models.weights import LoadedModel
-from llm42.protocol import LLM42Error
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,10 +14,10 @@ import transformers
 from model_oracle import OPERATORS, causal_attend, report, tokens_of
 from torch import Tensor
 
-from llm42.models.decoder import forward, logits
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
-from llm42.models.gguf.reader import open_gguf
 from llm42.checkpoint.load import load_model
+from llm42.models.decoder import forward, logits
+from llm42.models.gguf.reader import open_gguf
 from llm42.models.weights import LoadedModel
 
 POSITIONS = 2001

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from llm42.audit.compare import text_problem
 from llm42.audit.records import Claim
-from llm42.session.outputs import to_delta
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
+from llm42.session.outputs import to_delta
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
-from llm42.audit.compare import text_problem
 from tests.support import write_model
 from tests.unit.test_text import FALLBACK, tokens_of
 

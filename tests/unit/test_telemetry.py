@@ -16,11 +16,12 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm42.config import TelemetrySettings
+from llm42.errors import Overloaded
+from llm42.protocol import Delta, FinishReason, Request, RequestStats
 from llm42.telemetry.logs import LOGGERS, configure, event
 from llm42.telemetry.metrics import NullMetrics
-from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.prometheus import PrometheusMetrics
-from llm42.protocol import Delta, FinishReason, Overloaded, Request, RequestStats
+from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.tracing import NullTracer, OtelTracer, Tracer, TracingUnavailable, make_tracer
 
 REQUEST = Request("cmpl-1-0", (7, 8, 9), 4, deterministic=True)

@@ -10,10 +10,9 @@ from typing import Any
 import jinja2
 import pytest
 
+from llm42.errors import ModelFileError, RequestRejected, UnsupportedModel
 from llm42.text.chat_template import ChatTemplate
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.text.template_dates import strftime
-from llm42.protocol import RequestRejected
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"function": {"name": "f", "parameters": {"items": {"type": "string"}, "keys": 1}}}]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.models import BPE
 
+from llm42.text.detokenizer import Detokenizer
 from llm42.text.output_text import OutputText, StopSearch
-from llm42.text.tokenizer import Detokenizer, Tokenizer
+from llm42.text.tokenizer import Tokenizer
 from tests.support import write_model
 
 LETTERS = "abc \nä€🙂"

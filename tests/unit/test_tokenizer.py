@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
+from llm42.errors import ModelFileError, RequestRejected, UnsupportedModel
 from llm42.models.gguf.reader import metadata, open_gguf
+from llm42.text.detokenizer import Detokenizer
 from llm42.text.gguf_tokenizer import build_tokenizer
-from llm42.protocol import RequestRejected
-from llm42.text.tokenizer import Detokenizer, Tokenizer
+from llm42.text.tokenizer import Tokenizer
 
 PATH = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
 TEXTS = [

@@ -11,11 +11,10 @@ import pytest
 import transformers
 
 from llm42.config import Settings
+from llm42.errors import ModelFileError, RequestRejected, UnsupportedModel
 from llm42.fingerprint.request import request_facts
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.text.gguf_tokenizer import build_tokenizer
 from llm42.text.templates import gguf_templates
-from llm42.protocol import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 from tests.support import SPECIAL, _backend
 

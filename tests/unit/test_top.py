@@ -7,10 +7,10 @@ from prometheus_client import generate_latest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from llm42.telemetry import metrics as m
 from llm42.cli.main import app
-from llm42.telemetry.prometheus import PrometheusMetrics, metrics_page
 from llm42.cli.top import Interval, NoMetrics, Page, sections, view
+from llm42.telemetry import metrics as m
+from llm42.telemetry.prometheus import PrometheusMetrics, metrics_page
 
 
 def page(metrics: PrometheusMetrics, taken: float = 0.0) -> Page:

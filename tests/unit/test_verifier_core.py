@@ -22,19 +22,12 @@ from hypothesis.stateful import (
 )
 
 from llm42.cache import BlockPool
-from llm42.protocol import (
-    Commit,
-    Failure,
-    Overloaded,
-    SamplingParams,
-    StepFailed,
-    VerifierUnavailable,
-    Window,
-)
+from llm42.errors import Overloaded, StepFailed, VerifierUnavailable
 from llm42.host.threads import set_threads
-from llm42.verifier.scheduler import Verifier
+from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.kv_store import Sequence, SequenceStore
+from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
 
 logging.getLogger("llm42.verifier.scheduler").setLevel(logging.CRITICAL)  # thousands of planted failures

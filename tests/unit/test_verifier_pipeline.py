@@ -10,13 +10,14 @@ import torch
 
 from benchmarks.random_model import random_model
 from llm42.cache import BlockPool, KVCache
+from llm42.errors import VerifierUnavailable
 from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
-from llm42.protocol import Commit, SamplingParams, VerifierUnavailable, Window
-from llm42.verifier.scheduler import Verifier
+from llm42.protocol import Commit, SamplingParams, Window
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.jobs import Answer
 from llm42.verifier.runner import PipelinedRunner, SequenceRows
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
 
 CONFIG = ModelConfig("llama", 101, 64, 96, 2, 4, 2, 16, 1e-5, RopeSettings(), 256)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from llm42.cache import BlockPool
-from llm42.protocol import Commit, Failure, Overloaded, SamplingParams, Window
-from llm42.verifier.scheduler import Verifier
+from llm42.errors import Overloaded
+from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.jobs import Answer, Job
+from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 
 

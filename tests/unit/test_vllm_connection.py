@@ -15,14 +15,14 @@ import pytest
 from fake_vllm import request_of
 
 from benchmarks.random_model import SMALL_64
+from llm42.checkpoint.description import load_tokenizer
 from llm42.config import Settings
 from llm42.engine.vllm import connection as vllm_connection
-from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.connection import check_version
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.engine.vllm.export import config_json
 from llm42.engine.vllm.options import EngineUnavailable, engine_arguments, model_directory
 from llm42.engine.vllm.sampling import arguments_of, draw_of, finish_of, token_logprobs
-from llm42.checkpoint.description import load_tokenizer
-from llm42.engine.vllm.export import config_json
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch
 from tests.support import PENALISED, SAMPLED, write_model

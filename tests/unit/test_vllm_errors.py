@@ -13,7 +13,8 @@ from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream
-from llm42.protocol import FinishReason, Overloaded, RequestRejected, SamplingParams
+from llm42.errors import Overloaded, RequestRejected
+from llm42.protocol import FinishReason, SamplingParams
 from tests.support import wait_until
 
 

@@ -13,9 +13,9 @@ import pytest
 from fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
 
 from llm42.config import Settings
-from llm42.session.driver import Generator
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import Commit, Failure, Request, RequestStats, TokenLogprob, Window
+from llm42.session.driver import Generator
 
 ENDS = tuple(range(0, VOCAB, 40))
 

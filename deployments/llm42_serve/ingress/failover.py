@@ -16,17 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from llm42.api.errors import ServiceUnavailable
 from llm42.config import ServerSettings
+from llm42.errors import FingerprintChanged, LLM42Error, Overloaded, VerifierUnavailable, VersionSkew
+from llm42.protocol import Delta, Request, RequestStats
 from llm42.session.outputs import EngineFailed
-from llm42.protocol import (
-    Delta,
-    FingerprintChanged,
-    LLM42Error,
-    Overloaded,
-    Request,
-    RequestStats,
-    VerifierUnavailable,
-    VersionSkew,
-)
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between attempts; the last one repeats. Serve needs a moment to take a dead replica out of its lists."""

@@ -13,27 +13,20 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from llm42_serve.ingress.failover import Failover, ReplicaLost
-from llm42.api.app import Status, create_app
-from llm42_serve.ray_metrics import RayMetrics
-from llm42.fingerprint.skew import Facts
+from llm42.api.app import create_app
+from llm42.api.backend import Status
+from llm42.checkpoint.description import check_model
 from llm42.config import ServerSettings, Settings
+from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint import request_facts
+from llm42.fingerprint.skew import Facts
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry.logs import configure
 from llm42.telemetry.metrics import FAILOVERS, Metrics, Scope
-from llm42.checkpoint.description import check_model
 from llm42.telemetry.request_metrics import Observed, mode_of
-from llm42.protocol import (
-    Commit,
-    Delta,
-    Failure,
-    LLM42Error,
-    Overloaded,
-    Request,
-    VerifierUnavailable,
-    Window,
-)
 from llm42.telemetry.tracing import Tracer, make_tracer
+from llm42_serve.ingress.failover import Failover, ReplicaLost
+from llm42_serve.ray_metrics import RayMetrics
 
 STATUS_TIMEOUT_S = 2.0
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from llm42.protocol import Overloaded
+from llm42.errors import Overloaded
 
 DECREASE = 0.7
 DECREASE_EVERY_S = 1.0

@@ -10,29 +10,21 @@ from typing import Any
 
 from ray import serve
 
-from llm42_serve.replica.admission import Admission
+from llm42.api.backend import Status
 from llm42.api.deltas import coalesce
-from llm42_serve.ingress.failover import as_loss
-from llm42.api.app import Status
-from llm42_serve.ray_metrics import RayMetrics
-from llm42.fingerprint.skew import Facts, require_agreement
-from llm42_serve.verifiers.actor import node_id
-from llm42_serve.replica.verifier_pool import VerifierPool
-from llm42.telemetry import metrics as m
 from llm42.config import Settings, engine_threads
+from llm42.errors import LLM42Error, VerifierUnavailable, VersionSkew
 from llm42.fingerprint import request_facts
+from llm42.fingerprint.skew import Facts, require_agreement
+from llm42.protocol import Commit, Delta, Failure, Request, Window
+from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure
-from llm42.protocol import (
-    Commit,
-    Delta,
-    Failure,
-    LLM42Error,
-    Request,
-    VerifierUnavailable,
-    VersionSkew,
-    Window,
-)
 from llm42.telemetry.tracing import make_tracer
+from llm42_serve.ingress.failover import as_loss
+from llm42_serve.ray_metrics import RayMetrics
+from llm42_serve.replica.admission import Admission
+from llm42_serve.replica.verifier_pool import VerifierPool
+from llm42_serve.verifiers.actor import node_id
 
 REPORT_S = 1.0
 
@@ -72,9 +64,9 @@ class FastPath:
         self._reporter = asyncio.get_running_loop().create_task(self._report())
 
     def _build(self) -> tuple[Any, Any]:
-        from llm42.session.driver import Generator
-        from llm42.engine.build import build_engine
         from llm42.checkpoint.description import load_tokenizer
+        from llm42.engine.build import build_engine
+        from llm42.session.driver import Generator
 
         tokenizer, engine = load_tokenizer(self._settings.model), build_engine(self._settings)
         parts = (self._settings, self._pool, self._metrics, self._tracer)

@@ -15,12 +15,13 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llm42.protocol import Commit, Failure, Window
 from llm42.telemetry import metrics as m
 from llm42.telemetry.metrics import Metrics
-from llm42.protocol import Commit, Failure, Window
 
 if TYPE_CHECKING:
-    from llm42_serve.replica.verifier_pool import Member, VerifierPool
+    from llm42_serve.replica.member import Member
+    from llm42_serve.replica.verifier_pool import VerifierPool
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 2

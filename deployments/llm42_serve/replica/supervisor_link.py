@@ -10,9 +10,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
+from llm42.config import Settings
 from llm42_serve.verifiers.names import get_or_create_supervisor
 from llm42_serve.verifiers.supervisor import Membership
-from llm42.config import Settings
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
@@ -75,3 +75,12 @@ class SupervisorLink:
     def _drop(self, handle: Any) -> None:
         if self.handle is handle:  # else another look has replaced it meanwhile
             self.handle = None
+
+
+def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
+    """The supervisor's handle. Blocks like get_or_create_verifier."""
+    from llm42_serve.verifiers.supervisor import Supervisor
+
+    name = supervisor_name(settings, model_identity)
+    actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **_DETACHED)
+    return actor.remote(settings.model_dump(mode="json"), model_identity)

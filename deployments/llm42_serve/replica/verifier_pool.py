@@ -12,22 +12,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from llm42_serve.verifiers.names import get_actor
-from llm42_serve.replica.spot_check import Auditor
-from llm42_serve.verifiers.supervisor import MemberInfo
-from llm42_serve.replica.supervisor_link import SupervisorLink
-from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.replica.window_batches import WindowBatches
-from llm42.config import Settings
-from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42.checkpoint.load import sampled_identity
-from llm42.protocol import Commit, Failure, LLM42Error, Overloaded, VerifierUnavailable, Window
+from llm42.config import Settings
+from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
+from llm42.fingerprint import fingerprint as fingerprint_of
+from llm42.protocol import Commit, Failure, Window
+from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
+from llm42_serve.replica.member import Member
+from llm42_serve.replica.spot_check import Auditor
+from llm42_serve.replica.supervisor_link import SupervisorLink
+from llm42_serve.verifiers.names import get_actor
+from llm42_serve.verifiers.supervisor import MemberInfo
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.5
@@ -40,36 +39,6 @@ AFFINITY_TOKENS = 64
 """Requests that share this many first tokens prefer the same verifier, whose cache then holds them."""
 
 Answer = Commit | Failure
-
-
-@dataclass(slots=True)
-class Member:
-    """One verifier of the pool."""
-
-    name: str
-    actor_id: str = ""
-    handle: Any = None
-    status: VerifierStatus | None = None
-    in_flight: int = 0
-    avoid_until: float = 0.0
-    """A verify call failed a moment ago: others are chosen first."""
-    failed_at: float = -math.inf
-    """When a call found its actor dead or out of reach; what the supervisor heard before is out of date."""
-    _batches: tuple[Any, WindowBatches] | None = None
-    """With the handle that they are for: calls to a dead actor must not hold up its successor's."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be asked: certified, with the pool's fingerprint, and its handle is known."""
-        return self.status is not None and self.status.state == "ready" and self.handle is not None
-
-    @property
-    def batches(self) -> WindowBatches:
-        """Joins windows into calls of the present actor."""
-        handle = self.handle
-        if self._batches is None or self._batches[0] is not handle:
-            self._batches = handle, WindowBatches(lambda windows: handle.verify.remote(windows, False))
-        return self._batches[1]
 
 
 class VerifierPool:

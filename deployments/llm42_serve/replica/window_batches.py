@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from ray.exceptions import RayError, RayTaskError
 
-from llm42.protocol import Commit, Failure, Overloaded, VerifierUnavailable, Window
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.protocol import Commit, Failure, Window
 
 Answer = Commit | Failure
 _Entry = tuple[Window, asyncio.Future[Answer], float]

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from llm42_serve.ray_metrics import actor_metrics
 from llm42.config import Settings
+from llm42.errors import ModelFileError, VerifierUnavailable
 from llm42.fingerprint.environment import UnsteadyKernels
+from llm42.protocol import Commit, Failure, Window, across_releases
 from llm42.telemetry.logs import configure, event
 from llm42.telemetry.metrics import Scope
-from llm42.models.errors import ModelFileError
 from llm42.telemetry.request_metrics import VerifierReport
-from llm42.protocol import Commit, Failure, VerifierUnavailable, Window, across_releases
 from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.known_answers import golden_answers
+from llm42.verifier.scheduler import Verifier
+from llm42_serve.ray_metrics import actor_metrics
 
 log = logging.getLogger(__name__)
 STALLED_S = 120.0

@@ -9,11 +9,11 @@ from typing import Any
 
 import ray
 
-from llm42_serve.verifiers.actor import VerifierActor
 from llm42 import config
 from llm42.config import Settings
 from llm42.fingerprint import process_facts, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
+from llm42_serve.verifiers.actor import VerifierActor
 
 NAMESPACE = "llm42"
 NO_THREAD_LIMIT = str(2**31 - 1)
@@ -67,15 +67,6 @@ def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -
         options["num_gpus"] = settings.verifier.gpus
     actor = ray.remote(VerifierActor).options(name=name, **_DETACHED, **options)
     return actor.remote(settings.model_dump(mode="json"), model_identity=model_identity)
-
-
-def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
-    """The supervisor's handle. Blocks like get_or_create_verifier."""
-    from llm42_serve.verifiers.supervisor import Supervisor
-
-    name = supervisor_name(settings, model_identity)
-    actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **_DETACHED)
-    return actor.remote(settings.model_dump(mode="json"), model_identity)
 
 
 def get_actor(name: str) -> Any:

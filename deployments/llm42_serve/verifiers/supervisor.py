@@ -21,16 +21,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSetupError
 
-from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
-from llm42_serve.ray_metrics import actor_metrics
-from llm42_serve.verifiers.scaling import Scaler
-from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.watch import Watched
-from llm42.telemetry import metrics as m
 from llm42.config import Settings
 from llm42.fingerprint import differing_fields
-from llm42.telemetry.logs import configure, event
 from llm42.protocol import across_releases
+from llm42.telemetry import metrics as m
+from llm42.telemetry.logs import configure, event
+from llm42_serve.ray_metrics import actor_metrics
+from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
+from llm42_serve.verifiers.scaling import Scaler
+from llm42_serve.verifiers.watch import Watched
 
 log = logging.getLogger(__name__)
 WATCH_S = 1.0

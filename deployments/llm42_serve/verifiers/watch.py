@@ -9,8 +9,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from llm42_serve.verifiers.actor import VerifierStatus
 from llm42.config import WatchSettings
+from llm42_serve.verifiers.actor import VerifierStatus
 
 log = logging.getLogger(__name__)
 MISSES_ALLOWED = 3

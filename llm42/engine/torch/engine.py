@@ -19,13 +19,14 @@ import torch
 from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings, engine_threads
 from llm42.engine.base import SAME_ID, EngineLoad, EngineOutput, Sink
-from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.engine.limits import require_known_ids, require_room
+from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.engine.torch.running import Running
-from llm42.models.weights import LoadedModel
-from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
-from llm42.sampling import draw, token_logprob
+from llm42.errors import Overloaded
 from llm42.host.threads import device_lost, set_threads
+from llm42.models.weights import LoadedModel
+from llm42.protocol import FinishReason, Request, TokenLogprob
+from llm42.sampling import draw, token_logprob
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.cuda import cuda_operators
 from llm42_kernels.operators import Operators

@@ -25,7 +25,8 @@ from llm42.engine.vllm.options import (
     model_directory,
     require_vllm,
 )
-from llm42.protocol import Request, RequestRejected
+from llm42.errors import RequestRejected
+from llm42.protocol import Request
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ from llm42.engine.limits import require_room
 from llm42.engine.vllm.connection import Connection, connect
 from llm42.engine.vllm.sampling import arguments_of, finish_of, reason_of, token_logprobs
 from llm42.engine.vllm.stream import Attempt, Stream
-from llm42.protocol import FinishReason, Overloaded, Request, TokenLogprob
+from llm42.errors import Overloaded
+from llm42.protocol import FinishReason, Request, TokenLogprob
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"

@@ -19,13 +19,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llm42.checkpoint.description import read_config
+from llm42.checkpoint.load import identity_of
+from llm42.errors import UnsupportedModel
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.checkpoint.description import read_config
-from llm42.models.errors import UnsupportedModel
 from llm42.models.families import FAMILIES
 from llm42.models.gguf.source import GGUFSource
-from llm42.checkpoint.load import identity_of
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX, SINGLE
 from llm42.models.weights import check_tensors, expected_shapes

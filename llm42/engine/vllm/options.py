@@ -8,11 +8,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llm42.config import Settings
-from llm42.models.config import ModelConfig
 from llm42.checkpoint.description import read_config
+from llm42.config import Settings
 from llm42.engine.vllm.export import export_model
-from llm42.protocol import LLM42Error
+from llm42.errors import LLM42Error
+from llm42.models.config import ModelConfig
 from llm42_kernels.rmsnorm import TIMED_BEYOND
 
 log = logging.getLogger(__name__)

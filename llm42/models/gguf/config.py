@@ -7,8 +7,8 @@ from typing import Any
 
 from gguf import GGUFReader
 
+from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.config import ModelConfig
-from llm42.models.errors import ModelFileError, UnsupportedModel
 from llm42.models.gguf.reader import contents, open_gguf
 from llm42.models.rope import RopeSettings, yarn_attention_factor
 

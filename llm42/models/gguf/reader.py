@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
 
-from llm42.models.errors import ModelFileError
+from llm42.errors import ModelFileError
 
 
 class _CheckedReader(GGUFReader):  # type: ignore[misc,unused-ignore]  # the library ships no types

@@ -15,8 +15,8 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from llm42.errors import UnsupportedModel
 from llm42.models.config import ModelConfig
-from llm42.models.errors import UnsupportedModel
 from llm42.models.gguf.config import ROPE_DIVISORS
 from llm42.models.gguf.reader import open_gguf
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from llm42.config import VerifierSettings
-from llm42.models.weights import LoadedModel
-from llm42.protocol import LLM42Error
+from llm42.errors import LLM42Error
 from llm42.host.threads import torch_threads
-from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
-from llm42.verifier.certify.rows import Tally, Violation, check_rows
-from llm42.verifier.scheduler import Verifier
-from llm42.verifier.known_answers import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
+from llm42.models.weights import LoadedModel
 from llm42.verifier.certify.plants import PLANTS
-from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS, beyond, usable
+from llm42.verifier.certify.rows import Tally, Violation, check_rows
 from llm42.verifier.certify.steps import check_attention, check_model, check_sampling
 from llm42.verifier.certify.subjects import subjects
+from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
+from llm42.verifier.known_answers import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
+from llm42.verifier.scheduler import Verifier
+from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS, beyond, usable
 from llm42_kernels import cpu
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled
 from llm42.verifier.certify.cpu import Certificate, CertificationFailed, Certifier, Progress
 from llm42.verifier.certify.rows import RowSubject, Violation, check_rows
+from llm42.verifier.certify.steps import check_sampling
 from llm42.verifier.certify.steps_cuda import (
     Attention,
     check_attention_device,
@@ -33,11 +34,10 @@ from llm42.verifier.certify.steps_cuda import (
     split_with_companions,
     tile_by_neighbour,
 )
-from llm42.verifier.scheduler import Verifier
 from llm42.verifier.cuda.runner import ATTENTION, CudaRunner
 from llm42.verifier.cuda.sampler import sample_step_device
 from llm42.verifier.known_answers import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
-from llm42.verifier.certify.steps import check_sampling
+from llm42.verifier.scheduler import Verifier
 from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape
 from llm42_kernels.cublas import check_cublas_environment

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from llm42.cache import BlockPool, KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import StepSampler, sample_step
-from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.cpu.runner import CPURunner
 from llm42_kernels import attention_cpu, cpu
 from llm42_kernels.attention_cpu import StepAttention
 from llm42_kernels.linear import rounded_head

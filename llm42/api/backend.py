@@ -1,0 +1,56 @@
+"""Where answers come from, as the HTTP application sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from llm42.protocol import Commit, Delta, Failure, Request, Window, across_releases
+
+
+@across_releases
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a fast-path replica knows: its own engine, and the verifiers it can reach."""
+
+    serving: bool
+    replica: str = ""
+    served: int = 0
+    """Requests that this replica has finished."""
+    verifiers_ready: int = 0
+    verifiers: int = 0
+    fingerprint: str | None = None
+    detail: str = ""
+    running: int = 0
+    waiting: int = 0
+    queued: int = 0
+    """Requests that wait to be admitted."""
+    node: str = ""
+    """Ray's id of the node it runs on."""
+    kv_used: int = 0
+    kv_total: int = 0
+    verifier_states: tuple[str, ...] = field(default=())
+    skew: bool = False
+    """Deterministic requests are refused: `detail` says in what the parts of the service differ."""
+
+
+class Backend(Protocol):
+    """Where answers come from."""
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
+        ...
+
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
+        """The verifiers' fingerprint and manifest. agreed: only if this process makes of a request what the
+        manifest says, else VersionSkew. Raises VerifierUnavailable."""
+        ...
+
+    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """Windows of an audit, computed without a cache. VerifierUnavailable, Overloaded: may be retried."""
+        ...
+
+    async def status(self) -> Status:
+        """Answers within a second or two, whatever is going on."""
+        ...
