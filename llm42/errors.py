@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from llm42.errors import LLM42Error
-
 
 class LLM42Error(Exception):
     """Base of the errors that a user can act on. Whatever their constructors take, they can be pickled: they

@@ -6,11 +6,14 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from llm42.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from llm42.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -31,8 +34,8 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, prompt: Iterable[int] = ()) -> None:
-        self._pieces = tokenizer._pieces
-        self._skip = tokenizer._special_ids if skip_special else frozenset[int]()
+        self._pieces = tokenizer.pieces
+        self._skip = tokenizer.special_ids if skip_special else frozenset[int]()
         self._held = b""
         """Bytes that may still become a character; with byte fallback, the current run of byte tokens."""
         self._strip = self._pieces.strip
@@ -92,7 +95,7 @@ def _byte_run(run: bytes) -> str:
         return _REPLACEMENT * len(run)
 
 
-class _Pieces:
+class Pieces:
     """The bytes of every token, and how the tokenizer's decoder joins them."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:

@@ -13,7 +13,7 @@ import tokenizers
 
 from llm42.errors import ModelFileError, RequestRejected
 from llm42.text.chat_template import FIXED_DATE, ChatTemplate
-from llm42.text.detokenizer import Detokenizer, _Pieces
+from llm42.text.detokenizer import Detokenizer, Pieces
 from llm42.text.gguf_tokenizer import read_gguf
 from llm42.text.templates import DEFAULT, TOOL_USE, read_text
 from llm42.text.tokenizer_directory import read_directory
@@ -44,9 +44,9 @@ class Tokenizer:
             name: ChatTemplate(sources[name], self.special) for name in (DEFAULT, TOOL_USE) if name in sources
         }
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._pieces = _Pieces(backend)
-        self.token_count: int = max(self._pieces.ids, default=-1) + 1
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.pieces = Pieces(backend)
+        self.token_count: int = max(self.pieces.ids, default=-1) + 1
         """The largest id of a token, plus one: ids may have holes."""
         self.vocab_size: int = self.token_count if vocab_size is None else vocab_size
         """Ids below it can be drawn, so they are taken everywhere; one that is no token has the text ""."""
@@ -106,7 +106,7 @@ class Tokenizer:
         except RequestRejected:
             return ()
         first = self.encode(behind.lstrip())[:1]
-        return tuple(i for i in first if i in self._special_ids and i not in self.eos_token_ids)
+        return tuple(i for i in first if i in self.special_ids and i not in self.eos_token_ids)
 
     @cached_property
     def longest_token(self) -> int:
@@ -134,12 +134,12 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """One token alone, special ones spelled out: what `logprobs` shows."""
         return (
-            self.backend.id_to_token(token) or "" if token in self._special_ids else self._pieces.alone(token)
+            self.backend.id_to_token(token) or "" if token in self.special_ids else self.pieces.alone(token)
         )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for, whether or not they are whole characters."""
-        return self._pieces.get(token)[0]
+        return self.pieces.get(token)[0]
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -17,6 +17,7 @@ from llm42.fingerprint.environment import require_steady_kernels
 from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
+from llm42.verifier import manifest
 from llm42.verifier.certify.cpu import (
     Certificate,
     CertificationFailed,
@@ -54,7 +55,7 @@ def certificate_for(
     """The kept certificate for exactly these inputs, or a new one. fresh: always a new one. Raises
     CertificationFailed, GoldenFailed, UnsteadyKernels."""
     plants, settings = tuple(plants), _observed(settings, model)
-    key = fp.certificate_key(_known(settings, model, tokenizer), settings)
+    key = manifest.certificate_key(_known(settings, model, tokenizer), settings)
     directory = settings.verifier.certificate_dir
     kept = None if plants or fresh else load_certificate(directory, key)
     if kept is not None:
@@ -114,7 +115,7 @@ def build_verifier(
     log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
     known = _known(settings, model, tokenizer)
     known["request"] = fp.request_facts(settings, tokenizer)
-    verifier.manifest = fp.manifest(known, certificate.providers, certificate.golden.digest)
+    verifier.manifest = manifest.complete(known, certificate.providers, certificate.golden.digest)
     verifier.fingerprint = fp.fingerprint(verifier.manifest)
     return verifier
 
@@ -130,7 +131,7 @@ def _observed(settings: Settings, model: LoadedModel) -> Settings:
 
 def _known(settings: Settings, model: LoadedModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """What is known before certification, of the model as it will be run."""
-    return fp.inputs(with_affinity(settings, model), settings, tokenizer.identity)
+    return manifest.inputs(with_affinity(settings, model), settings, tokenizer.identity)
 
 
 def _that_answers_as_known(

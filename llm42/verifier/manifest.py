@@ -1,4 +1,8 @@
-"""The manifest: what the verifier's bits depend on."""
+"""The manifest: what the verifier's bits depend on, field by field; its hash is the fingerprint.
+
+`inputs` are known before certification, `complete` adds the outcome. A kept certificate has a key of its own
+(`certificate_key`), which holds in addition what certification was run with.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,6 @@ def certificate_key(known: Mapping[str, Any], settings: Settings) -> str:
     return digest({**known, "configured_rows": list(v.buckets), "block_size": v.block_size})
 
 
-def manifest(known: Mapping[str, Any], providers: Mapping[str, str], golden: str) -> dict[str, Any]:
+def complete(known: Mapping[str, Any], providers: Mapping[str, str], golden: str) -> dict[str, Any]:
     """Inputs and outcome of certification, and the digest of the known answers (verifier/golden.py)."""
     return {**known, "providers": dict(providers), "golden": golden}

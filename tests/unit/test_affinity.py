@@ -18,6 +18,7 @@ from llm42.local.affinity_trace import first_difference
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
+from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels import cpu
@@ -168,7 +169,7 @@ def test_the_settings_are_in_the_fingerprint_and_change_the_bits(
     rounded = settings.model_copy(update={"verifier": changed})
     model, verifier = parts
     _, tokenizer = load_for(settings)
-    before, after = (fp.inputs(model, s, tokenizer.identity) for s in (settings, rounded))
+    before, after = (manifest.inputs(model, s, tokenizer.identity) for s in (settings, rounded))
     assert fp.differing_fields(before, after) == {"logits_dtype": ("float32", "activation")}
     rounding = build_verifier(rounded, model, tokenizer).start()
     try:

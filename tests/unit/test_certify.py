@@ -23,6 +23,7 @@ from llm42.fingerprint import device, libraries
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
+from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify.cpu import (
     Certificate,
@@ -184,8 +185,8 @@ class TestFingerprint:
 
     def test_it_is_stable(self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
         model, tokenizer = loaded
-        first = fp.inputs(model, settings, tokenizer.identity)
-        assert fp.digest(first) == fp.digest(fp.inputs(model, settings, tokenizer.identity))
+        first = manifest.inputs(model, settings, tokenizer.identity)
+        assert fp.digest(first) == fp.digest(manifest.inputs(model, settings, tokenizer.identity))
 
     @pytest.mark.parametrize(
         ("field", "change"),
@@ -200,8 +201,8 @@ class TestFingerprint:
         self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], field: str, change: object
     ) -> None:
         model, tokenizer = loaded
-        before = fp.inputs(model, settings, tokenizer.identity)
-        after = fp.inputs(change(model), settings, tokenizer.identity)  # type: ignore[operator]
+        before = manifest.inputs(model, settings, tokenizer.identity)
+        after = manifest.inputs(change(model), settings, tokenizer.identity)  # type: ignore[operator]
         assert list(fp.differing_fields(before, after)) == [field]
         assert fp.digest(before) != fp.digest(after)
 
@@ -222,8 +223,8 @@ class TestFingerprint:
     ) -> None:
         model, tokenizer = loaded
         changed = settings.model_copy(update={section: getattr(settings, section).model_copy(update=value)})
-        before = fp.inputs(model, settings, tokenizer.identity)
-        after = fp.inputs(model, changed, tokenizer.identity)
+        before = manifest.inputs(model, settings, tokenizer.identity)
+        after = manifest.inputs(model, changed, tokenizer.identity)
         assert list(fp.differing_fields(before, after)) == [field]
         assert fp.digest(before) != fp.digest(after)
 
@@ -231,11 +232,11 @@ class TestFingerprint:
         self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model, tokenizer = loaded
-        before = fp.inputs(model, settings, tokenizer.identity)
-        assert list(fp.differing_fields(before, fp.inputs(model, settings, "x"))) == ["tokenizer"]
+        before = manifest.inputs(model, settings, tokenizer.identity)
+        assert list(fp.differing_fields(before, manifest.inputs(model, settings, "x"))) == ["tokenizer"]
         with monkeypatch.context() as m:
             m.setenv("MKL_CBWR", "not what it is")
-            after = fp.inputs(model, settings, tokenizer.identity)
+            after = manifest.inputs(model, settings, tokenizer.identity)
             assert list(fp.differing_fields(before, after)) == ["environment.MKL_CBWR"]
         for module, name, field in (
             (fp, "code_hash", "code"),
@@ -245,18 +246,18 @@ class TestFingerprint:
         ):
             with monkeypatch.context() as m:
                 m.setattr(module, name, lambda *_: "changed")
-                after = fp.inputs(model, settings, tokenizer.identity)
+                after = manifest.inputs(model, settings, tokenizer.identity)
                 assert all(f.startswith(field) for f in fp.differing_fields(before, after))
                 assert fp.digest(before) != fp.digest(after)
         monkeypatch.setattr(fp, "SCHEDULE_VERSION", 99)
-        after = fp.inputs(model, settings, tokenizer.identity)
+        after = manifest.inputs(model, settings, tokenizer.identity)
         assert list(fp.differing_fields(before, after)) == ["schedule"]
 
     def test_the_outcome(self, certificate: Certificate) -> None:
         known = {"model": "x"}
-        full = fp.manifest(known, certificate.providers, "g")
-        other = fp.manifest(known, {**certificate.providers, "linear": "other"}, "g")
-        changed = fp.manifest(known, certificate.providers, "h")
+        full = manifest.complete(known, certificate.providers, "g")
+        other = manifest.complete(known, {**certificate.providers, "linear": "other"}, "g")
+        changed = manifest.complete(known, certificate.providers, "h")
         assert len({fp.fingerprint(m) for m in (full, other, changed)}) == 3
 
 

@@ -27,13 +27,13 @@ REQUEST = Request("r", (1, 2), 60, num_logprobs=0)
 class Words:
     """Stands for a tokenizer: token 5 is "<5>"."""
 
-    class _Pieces(dict[int, tuple[bytes, bool]]):
+    class Pieces(dict[int, tuple[bytes, bool]]):
         strip, byte_fallback = 0, False
 
         def get(self, token: int, default: Any = None) -> tuple[bytes, bool]:
             return f"<{token}>".encode(), False
 
-    identity, _pieces, _special_ids = "words", _Pieces(), frozenset[int]()
+    identity, _pieces, _special_ids = "words", Pieces(), frozenset[int]()
 
     def token_text(self, token: int) -> str:
         return f"<{token}>"

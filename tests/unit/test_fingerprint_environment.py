@@ -31,7 +31,7 @@ from llm42.verifier.build import load_for
 verifier = {"threads": int(sys.argv[2])}
 s = Settings.load({"model": {"path": sys.argv[1], "max_model_len": 64}, "verifier": verifier})
 model, tokenizer = load_for(s)
-inputs = fp.inputs(model, s, tokenizer.identity)
+inputs = manifest.inputs(model, s, tokenizer.identity)
 openmp = sorted({line.split()[-1] for line in open("/proc/self/maps") if "gomp" in line})
 print(json.dumps([inputs, openmp]))
 """

@@ -19,6 +19,7 @@ from llm42.config import Settings
 from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
+from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier, certificate_for, load_for
 from llm42.verifier.certify import steps as step_checks
 from llm42.verifier.certify.cpu import CertificationFailed
@@ -147,8 +148,8 @@ def test_what_keys_a_certificate_and_not_the_fingerprint(
     model, tokenizer = loaded
 
     def both(settings: Settings) -> tuple[str, str]:
-        known = fp.inputs(model, settings, tokenizer.identity)
-        return fp.digest(known), fp.certificate_key(known, settings)
+        known = manifest.inputs(model, settings, tokenizer.identity)
+        return fp.digest(known), manifest.certificate_key(known, settings)
 
     inputs, key = both(base)
     for change in ({"buckets": (8, 64)}, {"block_size": 8}):

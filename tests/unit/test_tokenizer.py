@@ -104,7 +104,7 @@ WORDS = st.lists(st.one_of(st.text(ALPHABET), st.sampled_from(["  12", " the", "
 def test_ids_equal_those_of_a_plain_bpe(text: str) -> None:
     tokenizer = loaded()
     ids = tokenizer.encode(text)
-    if not set(ids) & tokenizer._special_ids:
+    if not set(ids) & tokenizer.special_ids:
         assert ids == plain().encode(text)
     assert tokenizer.decode(ids, skip_special=False) == text
 

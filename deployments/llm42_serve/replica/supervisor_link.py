@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from llm42.config import Settings
-from llm42_serve.verifiers.names import get_or_create_supervisor
+from llm42_serve.verifiers.names import DETACHED, supervisor_name
 from llm42_serve.verifiers.supervisor import Membership
 
 log = logging.getLogger(__name__)
@@ -82,5 +82,5 @@ def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
     from llm42_serve.verifiers.supervisor import Supervisor
 
     name = supervisor_name(settings, model_identity)
-    actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **_DETACHED)
+    actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **DETACHED)
     return actor.remote(settings.model_dump(mode="json"), model_identity)

@@ -18,7 +18,7 @@ from llm42_serve.verifiers.actor import VerifierActor
 NAMESPACE = "llm42"
 NO_THREAD_LIMIT = str(2**31 - 1)
 """A worker's environment can be overridden, but nothing in it can be unset."""
-_DETACHED: dict[str, Any] = {
+DETACHED: dict[str, Any] = {
     "namespace": NAMESPACE,
     "lifetime": "detached",
     "get_if_exists": True,
@@ -33,7 +33,7 @@ def pool_digest(settings: Settings, model_identity: str) -> str:
     """Other settings of model, verifier or watch, other model files, other code or libraries give other
     names, hence new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier, settings.watch)
-    code = source_hash([Path(__file__).parent, Path(config.__file__)])
+    code = source_hash([Path(__file__).parents[1], Path(config.__file__).parent])
     template = Path(settings.model.chat_template or "")  # beside the model, so no part of its identity
     own = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
     key = json.dumps(
@@ -65,7 +65,7 @@ def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -
     if settings.model.device == "cuda":
         env |= CUBLAS_ENVIRONMENT  # read when CUDA starts: it must be there before the actor is
         options["num_gpus"] = settings.verifier.gpus
-    actor = ray.remote(VerifierActor).options(name=name, **_DETACHED, **options)
+    actor = ray.remote(VerifierActor).options(name=name, **DETACHED, **options)
     return actor.remote(settings.model_dump(mode="json"), model_identity=model_identity)
 
 
