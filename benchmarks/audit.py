@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.report import Figure, report
 from llm42.audit.compare import Finding, Verdict, throughput
-from llm42.audit.receipt import Answered, Keyring, Receipt, make_receipt
+from llm42.receipt import Answered, Keyring, Receipt, make_receipt
 from llm42.audit.records import Claim, claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm42.audit.receipt import Keyring
+from llm42.receipt import Keyring
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.config import Settings

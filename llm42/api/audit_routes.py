@@ -25,7 +25,7 @@ from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.audit.compare import Finding, Verdict, summary
-from llm42.audit.receipt import InvalidReceipt, Keyring
+from llm42.receipt import InvalidReceipt, Keyring
 from llm42.audit.records import Claim, claims_of, manifest_of
 from llm42.audit.replayer import Replayer, windows_per_call
 from llm42.audit.source import Planner

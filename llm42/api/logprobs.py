@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from llm42.audit.receipt import finite
+from llm42.receipt import finite
 from llm42.protocol import TokenLogprob
 
 

@@ -13,7 +13,7 @@ from llm42.api.logprobs import LogprobWriter, TokenNames
 from llm42.api.plan import Plan
 from llm42.api.receipts import Receipts
 from llm42.api.sse import event
-from llm42.audit.receipt import Keyring
+from llm42.receipt import Keyring
 from llm42.errors import FingerprintChanged
 from llm42.protocol import Delta, RequestStats, TokenLogprob
 

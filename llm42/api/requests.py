@@ -60,7 +60,7 @@ class StreamOptions(Part):
 
 
 class ReceiptOptions(ClosedPart):
-    """`receipt`: what a receipt has besides hashes (llm42/audit/receipt.py). true means: as here."""
+    """`receipt`: what a receipt has besides hashes (llm42/receipt.py). true means: as here."""
 
     prompt: Literal["tokens", "hash"] = "tokens"
     output: Literal["tokens", "hash"] = "hash"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
-from llm42.audit.receipt import Receipt, token_hash
+from llm42.receipt import Receipt, token_hash
 from llm42.audit.records import Claim
 from llm42.audit.source import Planner
 from llm42.errors import LLM42Error, RequestRejected

@@ -17,7 +17,7 @@ from typing import Any
 
 from llm42.audit.compare import Difference, Finding, Verdict
 from llm42.audit.file import Records
-from llm42.audit.receipt import Signature
+from llm42.receipt import Signature
 from llm42.errors import LLM42Error
 from llm42.host.direct import open_url
 

@@ -31,7 +31,7 @@ from llm42.audit.compare import (
     windows_of,
 )
 from llm42.audit.question import Contradiction, Questions
-from llm42.audit.receipt import Keyring, Signature, finite, joint
+from llm42.receipt import Keyring, Signature, finite, joint
 from llm42.audit.records import Claim
 from llm42.audit.source import Canon, Planner, patiently
 from llm42.config import AuditSettings

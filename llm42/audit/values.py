@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llm42.audit.receipt import InvalidReceipt, require_token_ids
+from llm42.receipt import InvalidReceipt, require_token_ids
 
 MAX_DEPTH = 100
 """Lists and objects inside each other; no request, reply or manifest comes near it."""

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.file import AuditFileError, Records, read_records
-from llm42.audit.receipt import InvalidReceipt, Keyring, Signature
+from llm42.receipt import InvalidReceipt, Keyring, Signature
 from llm42.audit.records import manifest_of
 from llm42.config import Settings
 

@@ -14,7 +14,7 @@ import pytest
 
 from llm42.audit.compare import Finding, Verdict
 from llm42.audit.file import Records, parse_lines
-from llm42.audit.receipt import (
+from llm42.receipt import (
     Answered,
     Keyring,
     Receipt,

@@ -15,7 +15,7 @@ import llm42.api.audit_routes as audit_api
 import llm42.cli.audit as audit_command
 import llm42.cli.main as cli
 from llm42.audit.compare import Finding, Verdict
-from llm42.audit.receipt import Signature
+from llm42.receipt import Signature
 from llm42.audit.records import claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings

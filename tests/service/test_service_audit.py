@@ -15,7 +15,7 @@ from llm42_serve.launch import Service
 from typer.testing import CliRunner
 
 import llm42.cli.main as cli
-from llm42.audit.receipt import Receipt
+from llm42.receipt import Receipt
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
 

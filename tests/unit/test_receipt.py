@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llm42.audit.receipt import (
+from llm42.receipt import (
     Answered,
     InvalidReceipt,
     KeyProblem,
