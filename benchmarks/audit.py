@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks.report import Figure, report
 from llm42.audit.compare import Finding, Verdict, throughput
-from llm42.receipt import Answered, Keyring, Receipt, make_receipt
 from llm42.audit.records import Claim, claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.local.audit import LocalCanon
 from llm42.local.embedded import Embedded
 from llm42.protocol import Request, SamplingParams, TokenLogprob
+from llm42.receipt import Answered, Keyring, Receipt, make_receipt
 
 FIRST_ID, LAST_ID = 1000, 40000
 CONCURRENT = 16

@@ -21,11 +21,11 @@ from typing import Any
 
 import httpx
 import matplotlib.pyplot as plt
-from llm42_serve.launch import Service, absolute, prepare_environment
 
 from benchmarks.prometheus import Prometheus, filled_in, panels
 from benchmarks.report import Figure, report
 from llm42.config import Settings
+from llm42_serve.launch import Service, absolute, prepare_environment
 
 PICTURE = Path(__file__).parents[1] / "docs" / "dashboard.png"
 CORRUPT_SHARE = 0.1

@@ -29,11 +29,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 import httpx
+
 from llm42_serve.launch import prepare_environment
 
 prepare_environment()
-
-from llm42_serve.launch import Service, absolute  # noqa: E402
 
 from benchmarks.random_model import LLAMA_8B, write_random  # noqa: E402
 from benchmarks.report import RESULTS, Figure, arguments, report  # noqa: E402
@@ -41,6 +40,7 @@ from benchmarks.vllm_setup import prompts_of  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.errors import LaunchFailed  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
+from llm42_serve.launch import Service, absolute  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.support import write_model  # noqa: E402
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings as hypothesis_settings
-from llm42_serve.launch import Service, absolute, prepare_environment
 
 from llm42.config import Settings, VerifierSettings
+from llm42_serve.launch import Service, absolute, prepare_environment
 
 prepare_environment()
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm42.receipt import Keyring
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.config import Settings
 from llm42.errors import LaunchFailed, LLM42Error
+from llm42.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
 
 MAX_CAUSE = 800

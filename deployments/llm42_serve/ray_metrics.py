@@ -1,5 +1,5 @@
-"""The metric sink inside Ray: definitions of llm42.telemetry.metrics through the node's metrics agent, so that one
-scrape of a node shows all its processes.
+"""The metric sink inside Ray: definitions of llm42.telemetry.metrics through the node's metrics agent, so
+that one scrape of a node shows all its processes.
 
 What Ray makes of histograms: the buckets are exact, the sum is an estimate from the buckets' middles.
 So times that are added up are counters of their own.

@@ -33,9 +33,9 @@ from llm42.api.render import Renderer
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.api.streams import EventStream, Pieces, begin, end, events_of
 from llm42.api.text_routes import text_routes
-from llm42.receipt import Keyring
 from llm42.config import Settings
 from llm42.errors import LLM42Error
+from llm42.receipt import Keyring
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.text.tokenizer import Tokenizer
 

@@ -25,13 +25,13 @@ from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.audit.compare import Finding, Verdict, summary
-from llm42.receipt import InvalidReceipt, Keyring
 from llm42.audit.records import Claim, claims_of, manifest_of
 from llm42.audit.replayer import Replayer, windows_per_call
 from llm42.audit.source import Planner
 from llm42.config import Settings
 from llm42.errors import LLM42Error, Overloaded, RequestRejected
 from llm42.protocol import Request
+from llm42.receipt import InvalidReceipt, Keyring
 from llm42.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

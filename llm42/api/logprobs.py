@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from llm42.receipt import finite
 from llm42.protocol import TokenLogprob
+from llm42.receipt import finite
 
 
 class TokenNames(Protocol):

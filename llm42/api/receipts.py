@@ -7,8 +7,8 @@ from typing import Any
 
 from llm42.api.plan import Plan
 from llm42.api.requests import ReceiptOptions
-from llm42.receipt import Answered, Keyring, make_receipt
 from llm42.protocol import Delta, TokenLogprob
+from llm42.receipt import Answered, Keyring, make_receipt
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from llm42.api.logprobs import LogprobWriter, TokenNames
 from llm42.api.plan import Plan
 from llm42.api.receipts import Receipts
 from llm42.api.sse import event
-from llm42.receipt import Keyring
 from llm42.errors import FingerprintChanged
 from llm42.protocol import Delta, RequestStats, TokenLogprob
+from llm42.receipt import Keyring
 
 MAX_WAITING = 16
 """Tokens of a stream that wait for text to go with: a character takes four at most, a stop string more."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm42.receipt import Receipt
 from llm42.audit.values import BadRecord
 from llm42.protocol import SamplingParams
+from llm42.receipt import Receipt
 
 
 @dataclass(frozen=True, slots=True)

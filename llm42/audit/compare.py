@@ -12,9 +12,9 @@ from typing import Any
 
 from llm42.audit.claim import Names
 from llm42.audit.question import prompt_fits
-from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
 from llm42.audit.records import Claim
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
+from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
 

@@ -18,8 +18,8 @@ from llm42.audit.claim import (
     require_deterministic,
     require_known,
 )
-from llm42.receipt import Receipt
 from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, text_of
+from llm42.receipt import Receipt
 
 FIELDS = frozenset({"id", "request", "response", "receipt", "receipts", "manifest"})
 REPLY = frozenset(

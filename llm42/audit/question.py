@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
-from llm42.receipt import Receipt, token_hash
 from llm42.audit.records import Claim
 from llm42.audit.source import Planner
 from llm42.errors import LLM42Error, RequestRejected
 from llm42.protocol import Request, SamplingParams
+from llm42.receipt import Receipt, token_hash
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),

@@ -17,9 +17,9 @@ from llm42.audit.claim import (
     require_known,
 )
 from llm42.audit.exchange import claims_of_exchange
-from llm42.receipt import Receipt, sampling_from_json
 from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, require_plain, text_of
 from llm42.fingerprint import fingerprint as fingerprint_of
+from llm42.receipt import Receipt, sampling_from_json
 
 __all__ = ["Claim", "claims_of", "manifest_of"]
 

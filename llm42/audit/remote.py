@@ -17,9 +17,9 @@ from typing import Any
 
 from llm42.audit.compare import Difference, Finding, Verdict
 from llm42.audit.file import Records
-from llm42.receipt import Signature
 from llm42.errors import LLM42Error
 from llm42.host.direct import open_url
+from llm42.receipt import Signature
 
 BATCH_ANSWERS, BATCH_BYTES = 32, 1 << 20
 CONCURRENCY = 4

@@ -31,7 +31,6 @@ from llm42.audit.compare import (
     windows_of,
 )
 from llm42.audit.question import Contradiction, Questions
-from llm42.receipt import Keyring, Signature, finite, joint
 from llm42.audit.records import Claim
 from llm42.audit.source import Canon, Planner, patiently
 from llm42.config import AuditSettings
@@ -39,6 +38,7 @@ from llm42.errors import LLM42Error
 from llm42.fingerprint import differing_fields
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Failure, Request, TokenLogprob, Window
+from llm42.receipt import Keyring, Signature, finite, joint
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

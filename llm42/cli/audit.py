@@ -23,9 +23,9 @@ from rich.table import Table
 
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.file import AuditFileError, Records, read_records
-from llm42.receipt import InvalidReceipt, Keyring, Signature
 from llm42.audit.records import manifest_of
 from llm42.config import Settings
+from llm42.receipt import InvalidReceipt, Keyring, Signature
 
 out, err = Console(), Console(stderr=True, soft_wrap=True)
 SHOWN = 20

@@ -23,10 +23,9 @@ from llm42.cli.telemetry import MetricsPortOption, metrics_for, top
 from llm42.config import Settings
 
 if TYPE_CHECKING:
-    from llm42_serve.launch import Service
-
     from llm42.local.embedded import Embedded
     from llm42.protocol import Request, RequestStats
+    from llm42_serve.launch import Service
 
 app = typer.Typer(
     name="llm42",

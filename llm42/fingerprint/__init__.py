@@ -1,7 +1,8 @@
-"""The fingerprint: a hash of facts that can be compared field by field (verifier/manifest.py puts them together).
+"""The fingerprint: a hash of facts that can be compared field by field (see verifier/manifest.py).
 
 Each module gathers facts of one kind: code, libraries, environment, device, and what the request side adds.
-What can change no bit is not among them: a change without cause would cost every client its stored comparisons.
+What can change no bit is not among them: a change without cause would cost every client its stored
+comparisons.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-import deployments
 import llm42
 import llm42_kernels
+import llm42_serve
 from llm42.fingerprint.syntax import meaning
 
-PACKAGES = (llm42, deployments, llm42_kernels)
+PACKAGES = (llm42, llm42_serve, llm42_kernels)
 
 _STARTS = "starts, places, counts and ends processes; what they compute is elsewhere"
 _ASKS = "a command: what it asks is in its options, what it prints was computed elsewhere"
@@ -28,55 +28,39 @@ _REFUSES = "decides whether and when a request is answered, not how"
 NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/__init__.py": "the version's number",
     "llm42/__main__.py": _ASKS,
-    "llm42/cli/main.py": _ASKS,
-    "llm42/cli_*.py": _ASKS,
-    "llm42/cli/commands.py": _ASKS,
-    "llm42/cli/progress.py": _TELLS,
-    "llm42/cli/top.py": _TELLS,
-    "llm42/local/demo.py": _COMPARES,
-    "llm42/affinity*.py": _COMPARES,
-    "llm42/audit_*.py": _COMPARES,
-    "llm42/audit/source.py": _COMPARES,
-    "llm42/audit/records.py": _COMPARES,
-    "llm42/audit/replayer.py": _COMPARES,
-    "llm42/audit/compare.py": _COMPARES,
-    "llm42/config.py": "the values of the settings that count are in the manifest",
-    "llm42/telemetry/logs.py": _TELLS,
-    "llm42/telemetry/metrics.py": _TELLS,
-    "llm42/telemetry/request_metrics.py": _TELLS,
-    "llm42/telemetry/prometheus.py": _TELLS,
-    "llm42/telemetry/tracing.py": _TELLS,
-    "llm42/host/cores.py": _STARTS,
-    "llm42/host/direct.py": _STARTS,
-    "llm42/telemetry/failures.py": _TELLS,
-    "llm42/config/yaml_file.py": "reads settings, as config.py",
+    "llm42/errors.py": _REFUSES,
+    "llm42/audit/*": _COMPARES,
+    "llm42/cli/*": _ASKS,
+    "llm42/config/*": "the values of the settings that count are in the manifest",
     "llm42/engine/*": "engines only propose: every token of a deterministic answer is the verifier's",
     "llm42/fingerprint/*": "says what the bits depend on, and makes none",
-    "llm42/models/errors.py": _REFUSES,
-    "llm42/engine/vllm/export.py": "writes a copy of the model for vLLM, which only proposes",
+    "llm42/telemetry/*": _TELLS,
     "llm42/checkpoint/fetch.py": "brings files, whose contents are in the manifest",
-    "deployments/__init__.py": "empty",
-    "deployments/llm42_serve/verifiers/names.py": _STARTS,
-    "deployments/llm42_serve/replica/admission.py": _REFUSES,
-    "deployments/llm42_serve/app.py": _STARTS,
-    "deployments/audit*.py": _COMPARES,
-    "llm42/api/errors.py": "what is said instead of an output",
+    "llm42/host/cores.py": _STARTS,
+    "llm42/host/direct.py": _STARTS,
+    "llm42/local/affinity*.py": _COMPARES,
+    "llm42/local/audit.py": _COMPARES,
+    "llm42/local/demo.py": _COMPARES,
+    "llm42/api/audit_*.py": _COMPARES,
     "llm42/api/docs_page.py": "a page for people",
+    "llm42/api/errors.py": "what is said instead of an output",
     "llm42/api/front.py": _REFUSES,
-    "deployments/llm42_serve/launch.py": _STARTS,
     "llm42/api/keys.py": _REFUSES,
-    "deployments/llm42_serve/preflight.py": _STARTS,
-    "deployments/llm42_serve/ingress/proxy_replies.py": "what is said where the application is not there",
-    "deployments/llm42_serve/ray_node.py": _STARTS,
-    "deployments/llm42_serve/ray_metrics.py": _TELLS,
-    "deployments/llm42_serve/ingress/router.py": "which replica answers, which may be any",
-    "deployments/llm42_serve/verifiers/scaling.py": _STARTS,
-    "llm42/config/serve_file.py": "reads settings, as config.py",
-    "llm42/fingerprint/skew.py": _REFUSES,
-    "deployments/supervisor*.py": _STARTS,
     "llm42/api/text_routes.py": "ids of texts and texts of ids; no generated output",
     "llm42/api/turns.py": "when a body is read, and not what is made of it",
-    "deployments/llm42_serve/verifiers/watch.py": _STARTS,
+    "llm42_serve/app.py": _STARTS,
+    "llm42_serve/launch.py": _STARTS,
+    "llm42_serve/preflight.py": _STARTS,
+    "llm42_serve/ray_*.py": _STARTS,
+    "llm42_serve/ingress/proxy_replies.py": "what is said where the application is not there",
+    "llm42_serve/ingress/router.py": "which replica answers, which may be any",
+    "llm42_serve/replica/admission.py": _REFUSES,
+    "llm42_serve/replica/spot_check.py": _COMPARES,
+    "llm42_serve/replica/supervisor_link.py": _STARTS,
+    "llm42_serve/verifiers/names.py": _STARTS,
+    "llm42_serve/verifiers/scaling.py": _STARTS,
+    "llm42_serve/verifiers/supervisor.py": _STARTS,
+    "llm42_serve/verifiers/watch.py": _STARTS,
 }
 """Modules (patterns of package/path) that cannot change an output, each with the reason."""
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from llm42.config import TelemetrySettings
 
-LOGGERS = ("llm42", "deployments")
+LOGGERS = ("llm42", "llm42_serve")
 _bound: ContextVar[Mapping[str, str]] = ContextVar("llm42_log_fields", default=MappingProxyType({}))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.launch import Service
 
 from llm42.config import Settings
+from llm42_serve.launch import Service
 from tests.chaos.support import App
 from tests.support import Lab
 

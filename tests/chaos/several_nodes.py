@@ -19,14 +19,14 @@ from llm42_serve.launch import prepare_environment
 prepare_environment()
 
 import ray  # noqa: E402
-from llm42_serve.app import build  # noqa: E402
-from llm42_serve.verifiers.names import get_actor, verifier_names  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
 
 from llm42.checkpoint.load import sampled_identity  # noqa: E402
 from llm42.config import Settings  # noqa: E402
+from llm42_serve.app import build  # noqa: E402
+from llm42_serve.verifiers.names import get_actor, verifier_names  # noqa: E402
 from tests.chaos.support import App, deterministic  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 

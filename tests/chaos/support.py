@@ -14,15 +14,15 @@ from typing import Any
 
 import httpx
 import ray
-from llm42_serve.app import build
-from llm42_serve.launch import Service
-from llm42_serve.replica.supervisor_link import get_or_create_supervisor
-from llm42_serve.verifiers.names import get_actor, verifier_names
 from ray import serve
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.protocol import Request, SamplingParams
+from llm42_serve.app import build
+from llm42_serve.launch import Service
+from llm42_serve.replica.supervisor_link import get_or_create_supervisor
+from llm42_serve.verifiers.names import get_actor, verifier_names
 from tests.support import Lab, prompt_of
 
 TOKENS = 96

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from ray.exceptions import RayError
+
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor, supervisor_name
 from llm42_serve.verifiers.supervisor import Membership
-from ray.exceptions import RayError
-
 from tests.chaos.conftest import application
 from tests.chaos.support import App, deterministic, oracle
 from tests.support import Lab

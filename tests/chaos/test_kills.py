@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from llm42_serve.launch import Service
-from llm42_serve.verifiers.names import get_actor, supervisor_name
 
 from llm42.protocol import Request
+from llm42_serve.launch import Service
+from llm42_serve.verifiers.names import get_actor, supervisor_name
 from tests.chaos.conftest import application
 from tests.chaos.support import App, Outcome, best_effort, deterministic, kill, oracle
 from tests.support import Lab

@@ -14,14 +14,14 @@ import httpx
 import pytest
 import pytest_asyncio
 import ray
-from llm42_serve.launch import Service
-from llm42_serve.verifiers.actor import VerifierActor
-from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
 from torch import Tensor
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.verifier.scheduler import Verifier
+from llm42_serve.launch import Service
+from llm42_serve.verifiers.actor import VerifierActor
+from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
 from tests.chaos.conftest import application
 from tests.chaos.support import App, Outcome, best_effort, deterministic, oracle
 from tests.support import Lab

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from llm42_serve import launch
-from llm42_serve.app import build
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.serve.schema import ServeDeploySchema
 
 from llm42.config import Settings
+from llm42_serve import launch
+from llm42_serve.app import build
 from tests.chart import helm
 
 FILE = yaml.safe_load((helm.ROOT / "serve_config.yaml").read_text())

@@ -103,6 +103,6 @@ def test_another_container_of_the_pod_starts_anew(probe: Any, tmp_path: Path) ->
 
 
 def test_health_has_the_fields_that_the_script_reads() -> None:
-    source = (helm.ROOT / "deployments" / "http_app.py").read_text()
+    source = (helm.ROOT / "llm42" / "api" / "app.py").read_text()
     assert '"deterministic": ready' in source
     assert "detail" in Status.__dataclass_fields__

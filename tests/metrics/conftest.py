@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from llm42_serve.launch import APP_NAME, Service
 
 from benchmarks.prometheus import Prometheus, tool
 from llm42.config import Settings
+from llm42_serve.launch import APP_NAME, Service
 
 PLANTED = "planted"
 CORRUPT_SHARE = 0.1
@@ -52,8 +52,9 @@ def planted(
     service: Service, prometheus: Prometheus, cluster_settings: Settings, trace_dir: Path
 ) -> Iterator[str]:
     """The second application, on the same verifiers; with traces, and with prompts in its JSON log."""
-    from llm42_serve.app import build
     from ray import serve
+
+    from llm42_serve.app import build
 
     tree: Any = cluster_settings.model_dump(mode="json")
     tree["engine"]["corrupt_share"] = CORRUPT_SHARE

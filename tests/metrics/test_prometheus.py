@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from llm42_serve.launch import APP_NAME
 
 from benchmarks.prometheus import RULES, Prometheus, filled_in, panels
+from llm42_serve.launch import APP_NAME
 from tests.metrics.conftest import CORRUPT_SHARE, PLANTED, REQUESTS, TOKENS, Traffic, settled
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

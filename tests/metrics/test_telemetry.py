@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.launch import APP_NAME, Service, log_dir
 from typer.testing import CliRunner
 
 from llm42.cli.main import app
+from llm42_serve.launch import APP_NAME, Service, log_dir
 from tests.metrics.conftest import CANARY, PLANTED, TRACE, Traffic
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

@@ -14,6 +14,12 @@ import pytest
 
 from llm42.audit.compare import Finding, Verdict
 from llm42.audit.file import Records, parse_lines
+from llm42.audit.replayer import Replayer
+from llm42.config import AuditSettings
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.fingerprint import fingerprint
+from llm42.local.audit import LocalCanon
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.receipt import (
     Answered,
     Keyring,
@@ -24,12 +30,6 @@ from llm42.receipt import (
     sampling_to_json,
     token_hash,
 )
-from llm42.audit.replayer import Replayer
-from llm42.config import AuditSettings
-from llm42.errors import Overloaded, VerifierUnavailable
-from llm42.fingerprint import fingerprint
-from llm42.local.audit import LocalCanon
-from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.verifier.scheduler import Verifier
 from tests.support import PENALISED, Answer, Lab, collect, request_of
 

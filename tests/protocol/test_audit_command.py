@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import llm42.cli.main as cli
-from llm42.receipt import Answered, Keyring, make_receipt, sampling_to_json
 from llm42.local.embedded import Embedded
+from llm42.receipt import Answered, Keyring, make_receipt, sampling_to_json
 from tests.support import Lab, collect, request_of
 
 COUNT = 24

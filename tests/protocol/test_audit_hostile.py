@@ -15,11 +15,11 @@ import llm42.api.audit_routes as audit_api
 import llm42.cli.audit as audit_command
 import llm42.cli.main as cli
 from llm42.audit.compare import Finding, Verdict
-from llm42.receipt import Signature
 from llm42.audit.records import claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
+from llm42.receipt import Signature
 from tests.audit_support import ASK, FINGERPRINT, SECRET, audit, client, post, signing_settings
 from tests.support import Lab
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from llm42.receipt import Keyring, Receipt, Signature, logprob_hash, token_hash
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
+from llm42.receipt import Keyring, Receipt, Signature, logprob_hash, token_hash
 from tests.audit_support import (
     ASK,
     CHAT,

@@ -6,10 +6,10 @@ import logging
 from typing import Any
 
 import pytest
-from llm42_serve.replica.spot_check import Auditor, kind_of
 
 from llm42.protocol import Commit, Failure, SamplingParams, TokenLogprob, Window
 from llm42.telemetry.metrics import NullMetrics
+from llm42_serve.replica.spot_check import Auditor, kind_of
 
 WINDOW = Window("cmpl-7-0", (40, 41, 42), 2, (50,), SamplingParams())
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 
 from llm42.api.errors import ServiceUnavailable
 from llm42.config import ServerSettings
@@ -17,6 +16,7 @@ from llm42.errors import FingerprintChanged, LLM42Error, Overloaded, VerifierUna
 from llm42.protocol import Delta, FinishReason, Request, SamplingParams
 from llm42.session.driver import Generator
 from llm42.session.outputs import EngineFailed
+from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
 from tests.support import PENALISED, SAMPLED, Answer, Lab, differences, request_of
 
 SERVER = ServerSettings(failover_s=20.0)

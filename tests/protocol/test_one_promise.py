@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from llm42_serve.ingress.ingress import RayBackend
 
 from llm42.config import ServerSettings
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, Window
 from llm42.telemetry.metrics import NullMetrics
+from llm42_serve.ingress.ingress import RayBackend
 from tests.support import Lab, both_engines, collect, differences, request_of
 
 

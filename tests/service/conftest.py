@@ -8,10 +8,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from llm42_serve.launch import Service, absolute
 
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
+from llm42_serve.launch import Service, absolute
 from tests.conftest import SERVED
 from tests.service.served import Application
 

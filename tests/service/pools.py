@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from llm42.config import Settings
+from llm42.protocol import SamplingParams, Window
+from llm42.telemetry.metrics import NullMetrics
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
-
-from llm42.config import Settings
-from llm42.protocol import SamplingParams, Window
-from llm42.telemetry.metrics import NullMetrics
 
 
 def pool_of(*states: tuple[str, str | None]) -> VerifierPool:

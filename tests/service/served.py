@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from llm42_serve.launch import Service
 
 from llm42.config import Settings
+from llm42_serve.launch import Service
 
 on_a_real_model_too = pytest.mark.parametrize("service", ["tiny", "smollm2"], indirect=True, scope="session")
 """For a test that shows on SmolLM2, in the quick tier too, what others show there in the slow one."""
@@ -20,8 +20,9 @@ class Application(Service):
 
     def start(self) -> None:
         """Deploys it and waits for its verifier."""
-        from llm42_serve.app import build
         from ray import serve
+
+        from llm42_serve.app import build
 
         tree = self.settings.model_dump(mode="json")
         serve.run(build(tree), name=self.name, route_prefix=f"/{self.name}")

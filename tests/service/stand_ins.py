@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llm42_serve.verifiers import supervisor
-from llm42_serve.verifiers.actor import State, VerifierStatus
-from llm42_serve.verifiers.supervisor import Supervisor
 from ray.exceptions import ActorDiedError
 
 from llm42.config import Settings
 from llm42.protocol import Commit, TokenLogprob, Window
+from llm42_serve.verifiers import supervisor
+from llm42_serve.verifiers.actor import State, VerifierStatus
+from llm42_serve.verifiers.supervisor import Supervisor
 
 QUICK = {"verifier": {"scale_down_s": 0.2, "target_queue_s": 0.1}}
 

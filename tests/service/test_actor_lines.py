@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llm42_serve.verifiers import actor as verifier_actor
-from llm42_serve.verifiers import supervisor
-from llm42_serve.verifiers.actor import VerifierActor
 
 from llm42.config import Settings, TelemetrySettings
 from llm42.telemetry.logs import LOGGERS, configure
 from llm42.verifier import build
 from llm42.verifier.jobs import VerifierStats
+from llm42_serve.verifiers import actor as verifier_actor
+from llm42_serve.verifiers import supervisor
+from llm42_serve.verifiers.actor import VerifierActor
 from tests.service.stand_ins import Cluster, started, until
 
 

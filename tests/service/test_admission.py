@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+
+from llm42.errors import Overloaded
 from llm42_serve.ingress.router import SPILL, preferred, ranks
 from llm42_serve.replica.admission import Admission
 from llm42_serve.verifiers.scaling import LOOKS_UP, SETTLE_S, Scaler
-
-from llm42.errors import Overloaded
 
 
 class Clock:

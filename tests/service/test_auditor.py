@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from llm42_serve.replica.member import Member
-from llm42_serve.replica.spot_check import Auditor, same_answer
 
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.telemetry.metrics import AUDIT_MISMATCHES, AUDITS, NullMetrics
+from llm42_serve.replica.member import Member
+from llm42_serve.replica.spot_check import Auditor, same_answer
 from tests.service.stand_ins import Actor, Call, answer
 
 

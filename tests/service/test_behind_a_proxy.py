@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.launch import Service
 
 from llm42.audit.remote import RemoteAudit, ServerProblem
 from llm42.cli.top import NoMetrics, Page
 from llm42.config import Settings
 from llm42.host.direct import NO_GRPC_PROXY, go_direct, is_this_machine, open_url
+from llm42_serve.launch import Service
 from tests.service.recording_proxy import NAMES, RecordingProxy, recording_proxy
 from tests.service.serve_process import serve_process
 

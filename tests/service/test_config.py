@@ -8,14 +8,14 @@ from typing import Any
 import pydantic
 import pytest
 import yaml
-from llm42_serve.app import build
-from llm42_serve.launch import absolute, read_serve_config
-from llm42_serve.preflight import require_free_port
 from ray.serve.schema import ServeDeploySchema
 
 from llm42.config import GPU_DEFAULTS, Settings
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
+from llm42_serve.app import build
+from llm42_serve.launch import absolute, read_serve_config
+from llm42_serve.preflight import require_free_port
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 

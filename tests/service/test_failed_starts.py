@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 import pytest
 import ray
-from llm42_serve import launch, ray_node
-from llm42_serve.launch import Service
-from llm42_serve.ray_node import SESSION, SHORT, nothing_left, temp_dir
 
 from llm42.cli import main as cli
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
+from llm42_serve import launch, ray_node
+from llm42_serve.launch import Service
+from llm42_serve.ray_node import SESSION, SHORT, nothing_left, temp_dir
 from tests.conftest import free_port
 from tests.service.serve_process import tiny_tree
 from tests.service.test_serve_command import left_running

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llm42_serve.launch import Service
 
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
+from llm42_serve.launch import Service
 from tests.service.oracle import Answer, ask, noise
 from tests.service.served import on_a_real_model_too
 

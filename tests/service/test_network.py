@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from llm42_serve.launch import Service
 
 from llm42.config import Settings
+from llm42_serve.launch import Service
 
 pytestmark = pytest.mark.service
 

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from llm42.config import Settings
+from llm42.errors import VerifierUnavailable
+from llm42.telemetry.metrics import NullMetrics
 from llm42_serve.replica import verifier_pool
 from llm42_serve.replica.verifier_pool import AFFINITY_TOKENS, VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
-
-from llm42.config import Settings
-from llm42.errors import VerifierUnavailable
-from llm42.telemetry.metrics import NullMetrics
 from tests.service.pools import Handle, Published, pool_of, returns, window
 
 

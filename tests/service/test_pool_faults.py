@@ -8,17 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayActorError
+
+from llm42.config import Settings
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.telemetry.metrics import NullMetrics
 from llm42_serve.replica import supervisor_link, verifier_pool
 from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
-from ray.exceptions import ActorDiedError, RayActorError
-
-from llm42.config import Settings
-from llm42.errors import Overloaded, VerifierUnavailable
-from llm42.telemetry.metrics import NullMetrics
 from tests.service.pools import Handle, Published, pool_of, returns, window
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from llm42_serve.preflight import cause_of, check
 
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
+from llm42_serve.preflight import cause_of, check
 from tests.conftest import free_port
 from tests.support import write_model
 

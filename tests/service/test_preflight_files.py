@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.launch import Service
-from llm42_serve.preflight import check, require_free_port
 
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
+from llm42_serve.launch import Service
+from llm42_serve.preflight import check, require_free_port
 from tests.conftest import free_port
 from tests.support import write_model
 

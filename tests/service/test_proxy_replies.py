@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llm42_serve.ingress.proxy_replies import ProxyReplies, middlewares
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.http_util import get_http_response_status
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
+
+from llm42_serve.ingress.proxy_replies import ProxyReplies, middlewares
 
 Said = tuple[int, dict[str, str], bytes]
 

@@ -13,9 +13,6 @@ import httpx
 import openai
 import pytest
 import ray
-from llm42_serve.launch import APP_NAME, Service
-from llm42_serve.verifiers.actor import VerifierActor
-from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
@@ -23,6 +20,9 @@ from llm42.protocol import SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
+from llm42_serve.launch import APP_NAME, Service
+from llm42_serve.verifiers.actor import VerifierActor
+from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 from tests.service.oracle import Answer, ask, decode_alone, noise
 
 pytestmark = pytest.mark.service
@@ -342,8 +342,9 @@ async def test_without_a_real_verifier_the_checks_above_fail(
 ) -> None:
     """Negative control, on a second application. While its verifier is not ready: best-effort is served,
     deterministic requests get 503. Once it is, but accepts everything: the copies differ from each other."""
-    from llm42_serve.app import build
     from ray import serve
+
+    from llm42_serve.app import build
 
     tree = settings.model_dump(mode="json")
     tree["verifier"]["max_waiting"] = 255  # other settings, other actor names

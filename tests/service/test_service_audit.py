@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from llm42_serve.launch import Service
 from typer.testing import CliRunner
 
 import llm42.cli.main as cli
-from llm42.receipt import Receipt
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
+from llm42.receipt import Receipt
+from llm42_serve.launch import Service
 
 pytestmark = pytest.mark.service
 COUNT, TOKENS = 16, 12

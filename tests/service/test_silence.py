@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from llm42_serve.verifiers import supervisor as module
-from llm42_serve.verifiers.supervisor import Supervisor
 from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, RuntimeEnvSetupError
 
 from llm42.config import WatchSettings
+from llm42_serve.verifiers import supervisor as module
+from llm42_serve.verifiers.supervisor import Supervisor
 from tests.service.stand_ins import Cluster, started, states, until
 
 

@@ -6,11 +6,11 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+
+from llm42.config import Settings
 from llm42_serve.verifiers import supervisor as module
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import Supervisor
-
-from llm42.config import Settings
 from tests.service.stand_ins import QUICK, Actor, Cluster, started, states, until
 
 

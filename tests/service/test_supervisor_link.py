@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from llm42_serve.replica import supervisor_link, verifier_pool
-from llm42_serve.replica.supervisor_link import SupervisorLink
-from llm42_serve.verifiers.supervisor import Membership
 from ray.exceptions import ActorDiedError, RuntimeEnvSetupError
 
 from llm42.config import LEASE_MARGIN_S, Settings
+from llm42_serve.replica import supervisor_link, verifier_pool
+from llm42_serve.replica.supervisor_link import SupervisorLink
+from llm42_serve.verifiers.supervisor import Membership
 from tests.service.pools import Published, pool_of, raises, window
 
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llm42_serve.verifiers import actor as verifier_actor
-from llm42_serve.verifiers.actor import VerifierActor
 
 from llm42.config import Settings
 from llm42.verifier.jobs import VerifierStats
+from llm42_serve.verifiers import actor as verifier_actor
+from llm42_serve.verifiers.actor import VerifierActor
 
 
 def built(**parts: Any) -> Any:

@@ -20,13 +20,6 @@ from typing import Any
 
 import httpx
 import pytest
-from llm42_serve.ingress.failover import Failover, ReplicaLost
-from llm42_serve.ingress.ingress import RayBackend
-from llm42_serve.replica import fastpath
-from llm42_serve.replica.fastpath import FastPath, admission_for
-from llm42_serve.replica.member import Member
-from llm42_serve.replica.verifier_pool import VerifierPool
-from llm42_serve.verifiers.actor import VerifierStatus
 
 from llm42.api.app import create_app
 from llm42.config import ServerSettings, Settings
@@ -38,6 +31,13 @@ from llm42.telemetry.metrics import NullMetrics
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
+from llm42_serve.ingress.failover import Failover, ReplicaLost
+from llm42_serve.ingress.ingress import RayBackend
+from llm42_serve.replica import fastpath
+from llm42_serve.replica.fastpath import FastPath, admission_for
+from llm42_serve.replica.member import Member
+from llm42_serve.replica.verifier_pool import VerifierPool
+from llm42_serve.verifiers.actor import VerifierStatus
 from tests.service.stand_ins import Call
 from tests.support import Lab, request_of
 

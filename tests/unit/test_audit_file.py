@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from llm42.audit.file import AuditFileError, parse_lines, read_records
-from llm42.receipt import Answered, make_receipt
 from llm42.audit.records import claims_of
 from llm42.fingerprint import fingerprint
 from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.receipt import Answered, make_receipt
 
 FLAT: dict[str, Any] = {
     "id": "a",

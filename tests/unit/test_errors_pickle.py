@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-import deployments
 import llm42
+import llm42_serve
 from llm42.api.errors import ModelNotFound
 from llm42.errors import LLM42Error, RequestRejected, UnsupportedModel
 from llm42.verifier.certify.cpu import CertificationFailed
@@ -22,7 +22,7 @@ from llm42.verifier.certify.cpu import CertificationFailed
 
 def modules() -> Iterator[ModuleType]:
     """All of both packages; what needs a library that is not here is imported where it is."""
-    for package in (llm42, deployments):
+    for package in (llm42, llm42_serve):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith("__main__"):
                 try:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from llm42_serve.verifiers import names as actors
 
 from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.fingerprint import environment
 from llm42.fingerprint.environment import HARMLESS, SHOWN, steering_variables
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
+from llm42_serve.verifiers import names as actors
 from tests.support import write_model
 
 SCRIPT = """

@@ -17,7 +17,7 @@ import pytest
 from transformers.utils import import_utils
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "kernels")]
+PATHS = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "deployments")]
 IMPORT_ALL = """
 import importlib, importlib.abc, json, pkgutil, sys
 blocked = json.loads(sys.argv[1])
@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Block())
 import llm42_serve.launch
 llm42_serve.launch.prepare_environment()
 count, missing = 0, {}
-for package in ("llm42", "llm42_kernels", "deployments"):
+for package in ("llm42", "llm42_kernels", "llm42_serve"):
     for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
         if found.name.endswith("__main__"):
             continue  # it runs
@@ -141,4 +141,4 @@ def test_a_wheel_has_our_names_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("llm42-*.whl")
     names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {n for n in names if not n.endswith(".dist-info")} == {"llm42", "llm42_kernels", "deployments"}
+    assert {n for n in names if not n.endswith(".dist-info")} == {"llm42", "llm42_kernels", "llm42_serve"}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from llm42_serve.verifiers.actor import STALLED_S
 
 from llm42.config import Settings
 from llm42.telemetry.metrics import CATALOGUE, Kind, Metric
+from llm42_serve.verifiers.actor import STALLED_S
 
 HISTOGRAMS = [m for m in CATALOGUE if m.kind is Kind.HISTOGRAM]
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from llm42.config import AuditSettings
+from llm42.protocol import SamplingParams, TokenLogprob
 from llm42.receipt import (
     Answered,
     InvalidReceipt,
@@ -22,8 +24,6 @@ from llm42.receipt import (
     make_receipt,
     token_hash,
 )
-from llm42.config import AuditSettings
-from llm42.protocol import SamplingParams, TokenLogprob
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, seed=2**64 - 3, logit_bias=((3, 1.0),), min_tokens=2)
 ANSWER = Answered(

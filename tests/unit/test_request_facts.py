@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.verifiers.names import verifier_names
 
 from llm42 import fingerprint as fp
 from llm42.checkpoint.description import load_tokenizer
@@ -17,6 +16,7 @@ from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.fingerprint import request
 from llm42.text.tokenizer import Tokenizer
+from llm42_serve.verifiers.names import verifier_names
 from tests.support import Lab, write_model
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from llm42_serve.launch import signals_later
 
 KINDS = [signal.SIGINT, signal.SIGTERM]

@@ -103,7 +103,8 @@ async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) ->
     assert line.pop("seconds") >= 0
     assert line.pop("time").endswith("+00:00")
     assert line == {
-        "level": "info", "component": "ingress", "logger": "llm42.telemetry.request_metrics", "message": "request",
+        "level": "info", "component": "ingress", "logger": "llm42.telemetry.request_metrics",
+        "message": "request",
         "request_id": "cmpl-1-0", "mode": "deterministic", "outcome": "finished", "prompt_tokens": 3,
         "output_tokens": 3, "fingerprint": "llm42-f", "windows": 2, "rollbacks": 1,
     }  # fmt: skip
@@ -121,7 +122,7 @@ def test_a_value_cannot_forge_a_line(log: io.StringIO) -> None:
 
 def test_levels_and_exceptions(log: io.StringIO) -> None:
     configure(TelemetrySettings(log_format="json", log_level="warning"), "verifier", log)
-    logger = logging.getLogger("deployments.x")
+    logger = logging.getLogger("llm42_serve.x")
     logger.info("not this")
     try:
         raise ValueError("why")
@@ -159,7 +160,8 @@ def test_tracing_is_off_by_default_and_then_imports_nothing() -> None:
     made = make_tracer(TelemetrySettings(), "ingress")
     assert isinstance(made, NullTracer)
     assert made.start("request", PARENT).carry(REQUEST) is REQUEST
-    code = "import sys, llm42.session.driver, llm42.telemetry.request_metrics; sys.exit('opentelemetry' in sys.modules)"
+    modules = "llm42.session.driver, llm42.telemetry.request_metrics"
+    code = f"import sys, {modules}; sys.exit('opentelemetry' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 
 from llm42 import protocol
 from llm42.api.backend import Status
@@ -20,6 +18,8 @@ from llm42.errors import VersionSkew
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Delta, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42.verifier.build import load_for
+from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.support import Client, prompt_of, write_model
 
 FULL = Request("r", (5, 6), 4, SamplingParams(seed=3), stop=("a",), trace="t", cache_salt="salt")

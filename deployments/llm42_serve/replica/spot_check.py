@@ -3,8 +3,8 @@ by bit.
 
 A difference means that a verifier is wrong: its memory, its machine, or a kernel that is not what
 certification saw. A third verifier says which one; without a third, the known answers of each
-(llm42/verifier/known_answers.py) do. The odd one out is condemned. What it had committed before cannot be recalled:
-docs/determinism.md states the exposure.
+(llm42/verifier/known_answers.py) do. The odd one out is condemned. What it had committed before cannot
+be recalled: docs/determinism.md states the exposure.
 """
 
 from __future__ import annotations
