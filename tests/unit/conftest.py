@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_vllm import Make, Scene
+from tests.unit.fake_vllm import Make, Scene
 
 
 @pytest.fixture

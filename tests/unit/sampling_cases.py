@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sampling_oracle import F32, Params
+from tests.unit.sampling_oracle import F32, Params
 
 import llm42.sampling as sampling
 from llm42.protocol import SamplingParams

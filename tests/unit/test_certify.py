@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_oracle import save_tiny
+from tests.unit.model_oracle import save_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 

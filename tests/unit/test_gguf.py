@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_oracle import DECODERS, dequantise, interleaved, quantise, write_gguf
-from model_oracle import our_logits, report, their_logits, tiny_model, tokens_of
+from tests.unit.gguf_oracle import DECODERS, dequantise, interleaved, quantise, write_gguf
+from tests.unit.model_oracle import our_logits, report, their_logits, tiny_model, tokens_of
 
 from llm42.checkpoint.load import load_model
 from llm42.errors import LLM42Error, ModelFileError, UnsupportedModel

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gguf_oracle import write_gguf
-from model_oracle import tiny_model
+from tests.unit.gguf_oracle import write_gguf
+from tests.unit.model_oracle import tiny_model
 
 from llm42.checkpoint.description import check_model, notes, read_config
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from model_oracle import CONFIGS, tiny_config
+from tests.unit.model_oracle import CONFIGS, tiny_config
 
 from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.families import FAMILIES, read_config

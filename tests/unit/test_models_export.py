@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf_oracle import write_gguf
-from model_oracle import tiny_model
+from tests.unit.gguf_oracle import write_gguf
+from tests.unit.model_oracle import tiny_model
 from tokenizers import pre_tokenizers
 
 from llm42.checkpoint.load import load_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_oracle import our_logits, report, save_tiny, their_logits, tiny_config, tokens_of
+from tests.unit.model_oracle import our_logits, report, save_tiny, their_logits, tiny_config, tokens_of
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

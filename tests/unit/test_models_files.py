@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_oracle import our_logits, save_tiny, tokens_of
+from tests.unit.model_oracle import our_logits, save_tiny, tokens_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

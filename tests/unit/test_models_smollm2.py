@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from model_oracle import OPERATORS, causal_attend, report, tokens_of
+from tests.unit.model_oracle import OPERATORS, causal_attend, report, tokens_of
 from torch import Tensor
 
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2

@@ -12,8 +12,8 @@ import sampling_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_cases import SEEDS, Case, ours, random_case, random_cases, random_logits, to_protocol
-from sampling_oracle import Params
+from tests.unit.sampling_cases import SEEDS, Case, ours, random_case, random_cases, random_logits, to_protocol
+from tests.unit.sampling_oracle import Params
 from torch import Tensor
 
 import llm42.sampling as sampling

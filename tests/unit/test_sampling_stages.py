@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import sampling_oracle as oracle
 import torch
-from sampling_cases import Case, random_cases, to_protocol
-from sampling_oracle import F32, Params
+from tests.unit.sampling_cases import Case, random_cases, to_protocol
+from tests.unit.sampling_oracle import F32, Params
 
 import llm42.sampling as sampling
 

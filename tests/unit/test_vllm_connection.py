@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import request_of
+from tests.unit.fake_vllm import request_of
 
 from benchmarks.random_model import SMALL_64
 from llm42.checkpoint.description import load_tokenizer

@@ -4,7 +4,7 @@ against an adapter that breaks them."""
 from __future__ import annotations
 
 import pytest
-from fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream

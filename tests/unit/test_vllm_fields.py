@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from fake_vllm import FakeLLM, Make, request_of
+from tests.unit.fake_vllm import FakeLLM, Make, request_of
 
 from llm42.engine.vllm.sampling import arguments_of
 from llm42.protocol import SamplingParams

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
+from tests.unit.fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
 
 from llm42.config import Settings
 from llm42.engine.vllm.engine import VllmEngine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
-from tests.audit_support import (
+from tests.audit.support import (
     ASK,
     CHAT,
     Change,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
-from tests.audit_support import ASK, CHAT, Exchange, audit, changed, choice, client, post, signing_settings
+from tests.audit.support import ASK, CHAT, Exchange, audit, changed, choice, client, post, signing_settings
 from tests.support import Lab
 
 Outcome = tuple[str, str]

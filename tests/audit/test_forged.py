@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from llm42.config import Settings
-from tests.audit_support import (
+from tests.audit.support import (
     ASK,
     CHAT,
     Change,

@@ -15,7 +15,7 @@ import pytest
 from llm42.config import Settings
 from llm42.fingerprint import fingerprint
 from llm42.receipt import Keyring, Receipt, Signature, logprob_hash, token_hash
-from tests.audit_support import (
+from tests.audit.support import (
     ASK,
     CHAT,
     FINGERPRINT,

@@ -23,7 +23,7 @@ from llm42.audit.replayer import REGENERATIONS, windows_per_call
 from llm42.config import ApiKeySettings, Settings
 from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, Window
-from tests.audit_support import (
+from tests.audit.support import (
     ASK,
     FINGERPRINT,
     MANIFEST,

@@ -11,7 +11,7 @@ import pytest
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, load
 from llm42.audit.remote import without_alternatives
 from llm42.errors import RequestRejected
-from tests.audit_support import ASK, CHAT, audit, client, post, signing_settings
+from tests.audit.support import ASK, CHAT, audit, client, post, signing_settings
 from tests.support import Lab
 
 ENTRY: dict[str, Any] = {"token": "ab", "logprob": -1.5, "bytes": [97, 98]}

@@ -20,7 +20,7 @@ from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
 from llm42.receipt import Signature
-from tests.audit_support import ASK, FINGERPRINT, SECRET, audit, client, post, signing_settings
+from tests.audit.support import ASK, FINGERPRINT, SECRET, audit, client, post, signing_settings
 from tests.support import Lab
 
 FLAT: dict[str, Any] = {"fingerprint": FINGERPRINT, "prompt": [5], "output": [7], "sampling": {"seed": "1"}}

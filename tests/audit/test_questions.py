@@ -15,7 +15,7 @@ from llm42.audit.question import RANGES, require_ranges
 from llm42.config import Settings
 from llm42.errors import RequestRejected
 from llm42.protocol import SamplingParams
-from tests.audit_support import ASK, FINGERPRINT, audit, client, post, signing_settings
+from tests.audit.support import ASK, FINGERPRINT, audit, client, post, signing_settings
 from tests.support import Lab
 
 
