@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.unit.sampling_oracle import F32, Params
 
 import llm42.sampling as sampling
 from llm42.protocol import SamplingParams
+from tests.unit.sampling_oracle import F32, Params
 
 SEEDS = (0, 1, -1, -(2**63), 2**63 - 1, 2**63, 2**64 - 1, 2**32, 0x123456789ABCDEF)
 

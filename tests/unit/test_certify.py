@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.model_oracle import save_tiny
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -37,6 +36,7 @@ from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.sizes import PROVIDER_ROWS
 from llm42_kernels import attention_cpu, cpu, linear
 from tests.support import Lab, write_model
+from tests.unit.model_oracle import save_tiny
 
 CAUGHT_AS = {
     "row-position": "linear",

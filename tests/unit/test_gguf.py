@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tests.unit.gguf_oracle import DECODERS, dequantise, interleaved, quantise, write_gguf
-from tests.unit.model_oracle import our_logits, report, their_logits, tiny_model, tokens_of
 
 from llm42.checkpoint.load import load_model
 from llm42.errors import LLM42Error, ModelFileError, UnsupportedModel
 from llm42.models.gguf.source import unpermute
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
+from tests.unit.gguf_oracle import DECODERS, dequantise, interleaved, quantise, write_gguf
+from tests.unit.model_oracle import our_logits, report, their_logits, tiny_model, tokens_of
 
 TOLERANCE = 1e-4
 WIDE = {  # K-quants come in blocks of 256

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.gguf_oracle import write_gguf
-from tests.unit.model_oracle import tiny_model
 
 from llm42.checkpoint.description import check_model, notes, read_config
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
@@ -20,6 +18,8 @@ from llm42.config import ModelSettings
 from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models import families
 from tests.support import CONFIG, write_model
+from tests.unit.gguf_oracle import write_gguf
+from tests.unit.model_oracle import tiny_model
 
 SMOLLM2 = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
 TEMPLATE = "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.unit.model_oracle import CONFIGS, tiny_config
 
 from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models.families import FAMILIES, read_config
+from tests.unit.model_oracle import CONFIGS, tiny_config
 
 WHERE = "some/config.json"
 REFUSED: list[tuple[str, Any]] = [

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tests.unit.gguf_oracle import write_gguf
-from tests.unit.model_oracle import tiny_model
 from tokenizers import pre_tokenizers
 
 from llm42.checkpoint.load import load_model
@@ -24,6 +22,8 @@ from llm42.models.gguf import source as gguf
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
+from tests.unit.gguf_oracle import write_gguf
+from tests.unit.model_oracle import tiny_model
 
 SHAPE = {
     "vocab_size": 300,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.model_oracle import our_logits, report, save_tiny, their_logits, tiny_config, tokens_of
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -17,6 +16,7 @@ from llm42.models import families
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LoadedModel
 from llm42_kernels.rotary import cos_sin_table
+from tests.unit.model_oracle import our_logits, report, save_tiny, their_logits, tiny_config, tokens_of
 
 TOLERANCE = 1e-4
 """Largest difference of a logit; the logits' standard deviation is about 1."""

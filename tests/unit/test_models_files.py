@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.model_oracle import our_logits, save_tiny, tokens_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llm42.checkpoint.load import load_model
 from llm42.errors import LLM42Error, ModelFileError, UnsupportedModel
 from llm42.models.weights import LoadedModel
+from tests.unit.model_oracle import our_logits, save_tiny, tokens_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

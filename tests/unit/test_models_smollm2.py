@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.unit.model_oracle import OPERATORS, causal_attend, report, tokens_of
 from torch import Tensor
 
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
@@ -19,6 +18,7 @@ from llm42.checkpoint.load import load_model
 from llm42.models.decoder import forward, logits
 from llm42.models.gguf.reader import open_gguf
 from llm42.models.weights import LoadedModel
+from tests.unit.model_oracle import OPERATORS, causal_attend, report, tokens_of
 
 POSITIONS = 2001
 TYPICAL, LARGEST, SAME_TABLE = 1e-4, 2e-2, 1e-3

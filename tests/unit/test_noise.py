@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import sampling_oracle as oracle
 import torch
 from numpy.typing import NDArray
 from scipy import stats
@@ -19,6 +18,7 @@ from scipy import stats
 from llm42 import noise
 from llm42.protocol import SamplingParams
 from llm42.sampling import draw
+from tests.unit import sampling_oracle as oracle
 
 Generator = Callable[[Sequence[int], Sequence[int], int], NDArray[np.int64]]
 """(seeds, positions, vocabulary) -> words [seeds, positions, vocabulary]."""

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import sampling_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.sampling_cases import SEEDS, Case, ours, random_case, random_cases, random_logits, to_protocol
-from tests.unit.sampling_oracle import Params
 from torch import Tensor
 
 import llm42.sampling as sampling
 from llm42.noise import gumbel_row
 from llm42.sampling import Draw, Sampled, sample_row, sample_step
+from tests.unit import sampling_oracle as oracle
+from tests.unit.sampling_cases import SEEDS, Case, ours, random_case, random_cases, random_logits, to_protocol
+from tests.unit.sampling_oracle import Params
 
 NEG_INF = float("-inf")
 EXCLUDED_SHARE = 0.01

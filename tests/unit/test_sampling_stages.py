@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import sampling_oracle as oracle
 import torch
-from tests.unit.sampling_cases import Case, random_cases, to_protocol
-from tests.unit.sampling_oracle import F32, Params
 
 import llm42.sampling as sampling
+from tests.unit import sampling_oracle as oracle
+from tests.unit.sampling_cases import Case, random_cases, to_protocol
+from tests.unit.sampling_oracle import F32, Params
 
 
 def kept_ids(

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.fake_vllm import request_of
 
 from benchmarks.random_model import SMALL_64
 from llm42.checkpoint.description import load_tokenizer
@@ -26,6 +25,7 @@ from llm42.engine.vllm.sampling import arguments_of, draw_of, finish_of, token_l
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch
 from tests.support import PENALISED, SAMPLED, write_model
+from tests.unit.fake_vllm import request_of
 
 GREEDY = SamplingParams()
 NEUTRAL = {"max_tokens", "ignore_eos", "stop_token_ids", "temperature"}

@@ -4,11 +4,11 @@ against an adapter that breaks them."""
 from __future__ import annotations
 
 import pytest
-from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream
 from llm42.protocol import FinishReason, Request
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
 
 
 def wrong(client: Client, request: Request, count: int) -> bool:

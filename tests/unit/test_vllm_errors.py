@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import FinishReason, SamplingParams
 from tests.support import wait_until
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
 
 
 class TellsNobody(VllmEngine):

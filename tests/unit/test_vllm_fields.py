@@ -7,10 +7,10 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.unit.fake_vllm import FakeLLM, Make, request_of
 
 from llm42.engine.vllm.sampling import arguments_of
 from llm42.protocol import SamplingParams
+from tests.unit.fake_vllm import FakeLLM, Make, request_of
 
 SCHEMA = '{"type": "object"}'
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.unit.fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
 
 from llm42.config import Settings
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import Commit, Failure, Request, RequestStats, TokenLogprob, Window
 from llm42.session.driver import Generator
+from tests.unit.fake_vllm import VOCAB, FakeLLM, Make, Scene, continuation, next_token, request_of
 
 ENDS = tuple(range(0, VOCAB, 40))
 
