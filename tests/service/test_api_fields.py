@@ -114,7 +114,7 @@ FORMATS: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("asked", "schema"), FORMATS)
 async def test_constrained_output(tokenizer: Tokenizer, asked: Any, schema: Any) -> None:
-    """R44: where the engine can, best effort is constrained; a deterministic request is told that it cannot
+    """Where the engine can, best effort is constrained; a deterministic request is told that it cannot
     be, and so is everybody where the engine cannot."""
     body = chat(response_format=asked)
     async with client(tokenizer, settings=VLLM) as (http, backend):

@@ -57,7 +57,7 @@ async def test_chat_and_completions(tokenizer: Tokenizer) -> None:
 
 
 async def test_streams(tokenizer: Tokenizer) -> None:
-    """R41: every chunk parses with the client's types; the reason is null until the last."""
+    """Every chunk parses with the client's types; the reason is null until the last."""
     async with openai_client(tokenizer) as api:
         chunks = [
             c

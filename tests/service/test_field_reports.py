@@ -58,7 +58,7 @@ async def alone(aclient: openai.AsyncOpenAI, model: str, prompt: list[int], **fi
 async def test_r2_sequential_and_concurrent_are_one_answer(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R1, R2, R36: 6 calls one after the other, 24 at once: one output, and one set of floats to the end."""
+    """6 calls one after the other, 24 at once: one output, and one set of floats to the end."""
     prompt = prompt_of(tokenizer, "Once upon a time there was")
     found = [await alone(aclient, model, prompt, temperature=0) for _ in range(6)]
     found += await many(aclient, model, [prompt] * 24, temperature=0)
@@ -68,7 +68,7 @@ async def test_r2_sequential_and_concurrent_are_one_answer(
 async def test_r4_the_batch_size_does_not_matter(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R4, R5, R10, R13: the needle beside 0, 1, 5 and 15 fillers, and beside a long prefill."""
+    """The needle beside 0, 1, 5 and 15 fillers, and beside a long prefill."""
     needle = prompt_of(tokenizer, "The best way to learn is")
     want = await alone(aclient, model, needle, temperature=0)
     for fillers in (1, 5, 15):
@@ -83,7 +83,7 @@ async def test_r4_the_batch_size_does_not_matter(
 async def test_r11_a_list_of_equal_prompts(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R11: one request with a list of prompts: all choices equal, and equal to the single call."""
+    """One request with a list of prompts: all choices equal, and equal to the single call."""
     prompt = prompt_of(tokenizer, "My favourite colour is")
     want = await alone(aclient, model, prompt, temperature=0)
     for count in (4, 16):
@@ -104,7 +104,7 @@ async def test_r11_a_list_of_equal_prompts(
 async def test_r14_first_and_later_calls_agree_and_the_cache_is_used(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R14, R16, R17, R19, R20: cold, warm, and after others that share its prefix; the hits are proven."""
+    """Cold, warm, and after others that share its prefix; the hits are proven."""
     shared = "In the year 1911 a small ship left the harbour with a crew of nine and a cat. " * 4
     prompt = prompt_of(tokenizer, shared + "The cat")
     first, evidence = await ask(aclient, model, prompt, TOKENS, deterministic=True, temperature=0)
@@ -121,7 +121,7 @@ async def test_r14_first_and_later_calls_agree_and_the_cache_is_used(
 async def test_r15_the_order_of_prompts_with_a_shared_prefix(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R15, R18: prefixes of B - 1, B, B + 1 and 2B tokens (B is the block size), in two orders."""
+    """Prefixes of B - 1, B, B + 1 and 2B tokens (B is the block size), in two orders."""
     base = prompt_of(tokenizer, "one two three four five six seven eight nine ten " * 8)
     prompts = [base[:n] + tail for n in (15, 16, 17, 32) for tail in (base[-3:], base[-5:-1])]
     forward = [await alone(aclient, model, p, tokens=8, temperature=0) for p in prompts]
@@ -132,7 +132,7 @@ async def test_r15_the_order_of_prompts_with_a_shared_prefix(
 async def test_r22_long_prompts_at_several_concurrencies(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R21, R22: where chunks end moves with the load; the prompt's own log-probabilities do not."""
+    """Where chunks end moves with the load; the prompt's own log-probabilities do not."""
     prompt = prompt_of(tokenizer, "The quick brown fox jumps over the lazy dog. " * 30)
 
     async def scores() -> list[float]:
@@ -155,7 +155,7 @@ async def test_r22_long_prompts_at_several_concurrencies(
 async def test_r24_a_command_line_that_can_be_published(
     service: Service, model: str, client: openai.OpenAI
 ) -> None:
-    """R24: curl with a seed, twice, and the openai client: one text."""
+    """Curl with a seed, twice, and the openai client: one text."""
     curl = shutil.which("curl")
     if curl is None:
         pytest.skip("curl is not installed")
@@ -177,7 +177,7 @@ async def test_r24_a_command_line_that_can_be_published(
 async def test_r26_seeds_work_on_both_routes(
     aclient: openai.AsyncOpenAI, model: str, path: str, service: Service
 ) -> None:
-    """R26, R30, R31: ten seeds at once, twice: each repeats, and at least nine differ."""
+    """Ten seeds at once, twice: each repeats, and at least nine differ."""
 
     async def one(seed: int) -> str:
         fields: Any = {"model": model, "seed": seed, "temperature": 1.5, "max_tokens": 12}
@@ -197,7 +197,7 @@ async def test_r26_seeds_work_on_both_routes(
 async def test_r27_a_seed_beside_unseeded_neighbours(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R27, R34: seeded sampling under noise is what it is alone."""
+    """Seeded sampling under noise is what it is alone."""
     prompt = prompt_of(tokenizer, "The weather today")
     want = await alone(aclient, model, prompt, temperature=1.0, seed=42)
     assert set(await many(aclient, model, [prompt] * 6, temperature=1.0, seed=42)) == {want}
@@ -205,7 +205,7 @@ async def test_r27_a_seed_beside_unseeded_neighbours(
 
 
 async def test_r28_unflagged_unseeded_calls_differ(aclient: openai.AsyncOpenAI, model: str) -> None:
-    """R28: nobody asked for sameness: 12 calls give many texts. Control for R29 too."""
+    """Nobody asked for sameness: 12 calls give many texts. The control of the test below, too."""
     calls = [
         aclient.completions.create(model=model, prompt="Invent a word:", temperature=1.2, max_tokens=12)
         for _ in range(12)
@@ -216,7 +216,7 @@ async def test_r28_unflagged_unseeded_calls_differ(aclient: openai.AsyncOpenAI, 
 async def test_r29_the_seed_that_was_chosen_comes_back_and_replays(
     aclient: openai.AsyncOpenAI, model: str, settings: Settings, tokenizer: Tokenizer
 ) -> None:
-    """R29, R32: without a seed the documented one is used and returned, and replays. Seeds at the edges are
+    """Without a seed the documented one is used and returned, and replays. Seeds at the edges are
     used and echoed, or refused."""
     prompt = prompt_of(tokenizer, "A new idea:")
     found, evidence = await ask(aclient, model, prompt, TOKENS, deterministic=True, temperature=1.0)
@@ -243,7 +243,7 @@ async def test_r29_the_seed_that_was_chosen_comes_back_and_replays(
 async def test_r33_every_sampling_field_is_repeatable(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
-    """R33: with a seed under noise; and the field is not ignored, or its answer would be the plain one's."""
+    """With a seed under noise; and the field is not ignored, or its answer would be the plain one's."""
     prompt = prompt_of(tokenizer, "List of things:")
     plain: dict[str, Any] = {"temperature": 1.0, "seed": 5}
     tokens = 48 if model == "tiny" else 16
@@ -258,7 +258,7 @@ async def test_r33_every_sampling_field_is_repeatable(
 async def test_r39_one_fingerprint_over_many_calls(
     aclient: openai.AsyncOpenAI, model: str, service: Service
 ) -> None:
-    """R39, R35: constant within a build, and the one that /health names."""
+    """Constant within a build, and the one that /health names."""
     calls = [
         aclient.completions.create(model=model, prompt="x", max_tokens=2, extra_body={"deterministic": True})
         for _ in range(20)
@@ -268,7 +268,7 @@ async def test_r39_one_fingerprint_over_many_calls(
 
 
 async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> None:
-    """R42: an over-long prompt, a bad n, a bad type, all with stream: 4xx before any chunk."""
+    """An over-long prompt, a bad n, a bad type, all with stream: 4xx before any chunk."""
     wrong: list[dict[str, Any]] = [{"prompt": [1] * 5000}, {"n": 0}, {"temperature": "hot"}, {"best_of": 3}]
     async with httpx.AsyncClient(timeout=30) as http:
         for fields in wrong:
@@ -282,7 +282,7 @@ async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> 
 async def test_r53_a_rollout_can_be_scored_again(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """R53: ids and log-probabilities come back; prompt + output, scored as a prompt, has the same floats."""
+    """Ids and log-probabilities come back; prompt + output, scored as a prompt, has the same floats."""
     prompt = prompt_of(tokenizer, "Question: why is the sky blue? Answer:")
     out = await alone(aclient, model, prompt, temperature=1.0, seed=3)
     reply = await aclient.completions.create(
@@ -295,7 +295,7 @@ async def test_r53_a_rollout_can_be_scored_again(
 
 
 async def test_r55_an_idle_server_says_so(service: Service, model: str, aclient: openai.AsyncOpenAI) -> None:
-    """R54, R55, R56: after cut streams and finished requests nothing runs, waits or holds KV; survivors are
+    """After cut streams and finished requests nothing runs, waits or holds KV; survivors are
     what they would have been."""
     body = {"model": model, "prompt": "Once", "max_tokens": 800, "stream": True, "ignore_eos": True}
 

@@ -103,7 +103,7 @@ REFUSED = [
 async def test_wrong_requests_are_refused_before_any_token(
     tokenizer: Tokenizer, body: dict[str, Any], status: int, param: str | None, stream: bool
 ) -> None:
-    """R42: a 4xx with OpenAI's error object, also when a stream was asked for; the backend sees nothing."""
+    """A 4xx with OpenAI's error object, also when a stream was asked for; the backend sees nothing."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     async with client(tokenizer) as (http, backend):
         reply = await http.post(path, content=json.dumps({"stream": stream} | body), headers=JSON)
@@ -195,7 +195,7 @@ async def test_what_reaches_the_backend(tokenizer: Tokenizer) -> None:
 
 
 async def test_seeds(tokenizer: Tokenizer) -> None:
-    """R28, R29: best effort draws a fresh seed, determinism has a documented one; both are echoed."""
+    """Best effort draws a fresh seed, determinism has a documented one; both are echoed."""
     async with client(tokenizer) as (http, backend):
         echoed = []
         for fields in ({"deterministic": True}, {}, {}, {"seed": 0}, {"ignore_eos": True}):
@@ -210,7 +210,7 @@ async def test_seeds(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_joined_stream_is_the_whole_reply(tokenizer: Tokenizer, path: str) -> None:
-    """R37, R38, R40, R41: text, log-probabilities and ids are the same floats; no empty chunk comes first."""
+    """Text, log-probabilities and ids are the same floats; no empty chunk comes first."""
     is_chat = "chat" in path
     body = chat(logprobs=True, top_logprobs=1) if is_chat else completion(logprobs=1)
     body |= {"return_token_ids": True, "deterministic": True}
@@ -341,7 +341,7 @@ async def test_errors_in_a_stream_are_an_event(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [0, 3])
 async def test_a_client_that_leaves_ends_its_request(tokenizer: Tokenizer, stream: bool, after: int) -> None:
-    """R54 at this layer: whether or not a token was sent, the backend's generator is closed."""
+    """Whether or not a token was sent, the backend's generator is closed."""
     sent, reached = asyncio.Event(), asyncio.Event()
 
     async def endless(request: Request) -> AsyncGenerator[Delta, None]:

@@ -94,7 +94,7 @@ async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     service: Service,
     temperature: float,
 ) -> None:
-    """R3, R25, R35, R51: on two replicas, greedy and seeded, with wrong candidates: ids and floats equal."""
+    """On two replicas, greedy and seeded, with wrong candidates: ids and floats equal."""
     sampling = {"temperature": temperature, "seed": 7}
     distinct, rollbacks = await copies(
         aclient, settings.model.name, prompt, 16, deterministic=True, **sampling
@@ -109,7 +109,7 @@ async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
 
 @pytest.mark.parametrize("path", ["chat", "completions"])
 def test_a_joined_stream_is_the_whole_text(client: openai.OpenAI, settings: Settings, path: str) -> None:
-    """R37, R38, R40, R41 over HTTP."""
+    """Pieces put together are what is answered in one piece."""
     shared: Any = {
         "model": settings.model.name,
         "max_tokens": 40,
@@ -177,7 +177,7 @@ def engine_busy(service: Service, samples: int = 12) -> int:
 async def test_clients_that_leave_free_the_engines(
     service: Service, settings: Settings, deterministic: bool, stream: bool
 ) -> None:
-    """R54: after 8 clients have cut their connections, both replicas are idle within two seconds."""
+    """After 8 clients have cut their connections, both replicas are idle within two seconds."""
     body = {
         "model": settings.model.name, "prompt": "Once", "max_tokens": settings.model.max_model_len - 100,
         "stream": stream, "deterministic": deterministic, "ignore_eos": True,
@@ -235,7 +235,7 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
 
 
 def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, settings: Settings) -> None:
-    """R61: the series are on the node's metrics endpoint, labelled by replica, with what has happened."""
+    """The series are on the node's metrics endpoint, labelled by replica, with what has happened."""
     body: Any = {"deterministic": True, "ignore_eos": True}
     client.completions.create(model=settings.model.name, prompt="Once", max_tokens=200, extra_body=body)
     port = ray.nodes()[0]["MetricsExportPort"]
