@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-import llm42
-import llm42_kernels
-import llm42_serve
 from llm42.fingerprint.syntax import meaning
 
-PACKAGES = (llm42, llm42_serve, llm42_kernels)
+PACKAGES = ("llm42", "llm42_serve", "llm42_kernels")
+"""What is hashed. Found by name, not imported: the library does not use the service."""
 
 _STARTS = "starts, places, counts and ends processes; what they compute is elsewhere"
 _ASKS = "a command: what it asks is in its options, what it prints was computed elsewhere"
@@ -68,7 +67,15 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
 @cache
 def code_hash() -> str:
     """Hash of everything that makes an output of a request; computed once, of what this process runs."""
-    return source_hash((Path(str(p.__file__)).parent for p in PACKAGES), NOT_IN_AN_OUTPUT)
+    return source_hash(map(folder_of, PACKAGES), NOT_IN_AN_OUTPUT)
+
+
+def folder_of(package: str) -> Path:
+    """Where an installed package's source lies."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is not installed, and its code is part of the fingerprint")
+    return Path(spec.origin).parent
 
 
 def source_hash(roots: Iterable[Path], without: Iterable[str] = ()) -> str:

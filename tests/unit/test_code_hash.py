@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from llm42.fingerprint import source, syntax
-from llm42.fingerprint.source import NOT_IN_AN_OUTPUT, PACKAGES, code_hash, source_hash
+from llm42.fingerprint.source import NOT_IN_AN_OUTPUT, PACKAGES, code_hash, folder_of, source_hash
 from llm42.fingerprint.syntax import meaning
 
-ROOTS = [Path(str(package.__file__)).parent for package in PACKAGES]
+ROOTS = [folder_of(package) for package in PACKAGES]
 
 PLAIN = """
 import numpy as np
