@@ -101,7 +101,7 @@ def serve(
             problem = _certification_problem(service)
             steps.done()
             _announce(service.url, settings, problem)
-            out.print(f"\nMetrics; live: llm42 top {service.metrics_url}", soft_wrap=True)
+            out.print(f"\nMetrics; live: {sys.argv[0]} top {service.metrics_url}", soft_wrap=True)
             until_interrupted()
             err.print("Stopping ...")
     except KeyboardInterrupt:

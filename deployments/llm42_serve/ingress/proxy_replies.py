@@ -17,6 +17,8 @@ from llm42.api.errors import RETRY_AFTER_S, error_object
 
 CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """With them any client could switch off what Serve does for all: they are for a proxy before it."""
+DECODED_HEADERS = (b"x-request-id", b"traceparent", b"multiplexed-model-id", b"session-id")
+"""Ends of the names of headers that Serve reads as UTF-8: other bytes, on which it fails, do not pass."""
 SERVES_OWN_PATHS = "/-/"
 _WORDS = {
     404: (503, "The application is not there yet; it is starting.", "service_unavailable"),
@@ -56,10 +58,20 @@ class ProxyReplies:
         if scope["type"] != "http" or scope["path"].startswith(SERVES_OWN_PATHS):
             await self._app(scope, receive, send)
             return
-        kept = [(name, value) for name, value in scope["headers"] if name.lower() not in CONTROL_HEADERS]
+        kept = [header for header in scope["headers"] if _passes(*header)]
         reply = _Reply(send, Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex)
         await self._app(dict(scope) | {"headers": kept}, receive, reply.take)
         await reply.end()
+
+
+def _passes(name: bytes, value: bytes) -> bool:
+    name = name.lower()
+    if name.replace(b"_", b"-").endswith(DECODED_HEADERS):
+        try:
+            value.decode()
+        except UnicodeDecodeError:
+            return False
+    return name not in CONTROL_HEADERS
 
 
 class _Reply:
