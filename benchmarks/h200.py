@@ -28,24 +28,24 @@ GRAPHS = json.dumps(
         }
     }
 )  # fmt: skip
-HANDOFF = "-m benchmarks.kv_handoff {part} --model {model} --device cuda --dtype bfloat16 --engine"
+HANDOFF = "-m benchmarks.prefill_once.kv_handoff {part} --model {model} --device cuda --dtype bfloat16 --engine"
 TESTS = "-m pytest -q --confcutdir=tests/gpu -o addopts= tests/gpu"
 PARTS: dict[str, tuple[str, int]] = {
     "tests": (TESTS + " --ignore=tests/gpu/test_service_cuda.py", 300),
-    "certify": ("-m benchmarks.verifier certify --dir {out}", 150),
-    "steps": ("-m benchmarks.verifier steps attention --dir {out}", 150),
-    "affinity": ("-m benchmarks.affinity --path {model} --out {out}", 420),
-    "affinity-wide": ("-m benchmarks.affinity --path {model} --wide 16 --parts greedy --out {out}", 420),
-    "affinity-operators": ("-m benchmarks.affinity_wide {out}", 300),
-    "rollback": ("-m benchmarks.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
-    "adapter": ("-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
+    "certify": ("-m benchmarks.verifier.h200 certify --dir {out}", 150),
+    "steps": ("-m benchmarks.verifier.h200 steps attention --dir {out}", 150),
+    "affinity": ("-m benchmarks.affinity.rollbacks --path {model} --out {out}", 420),
+    "affinity-wide": ("-m benchmarks.affinity.rollbacks --path {model} --wide 16 --parts greedy --out {out}", 420),
+    "affinity-operators": ("-m benchmarks.affinity.wide {out}", 300),
+    "rollback": ("-m benchmarks.engine.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
+    "adapter": ("-m benchmarks.engine.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
     "adapter-small": (
-        "-m benchmarks.vllm_adapter --rounds 4 --processor --memory 0.28 --model {model}"
+        "-m benchmarks.engine.vllm_adapter --rounds 4 --processor --memory 0.28 --model {model}"
         " --name h200-vllm-adapter-small --out {out}",
         300,
     ),
-    "cost": ("-m benchmarks.early_cost --parts shared --out {out}", 360),
-    "invariant": ("-m benchmarks.early_cost --parts invariant --out {out}", 300),
+    "cost": ("-m benchmarks.engine.early_cost --parts shared --out {out}", 360),
+    "invariant": ("-m benchmarks.engine.early_cost --parts invariant --out {out}", 300),
     "hand": (HANDOFF.format(part="hand", model="{model}") + " GRAPHS --out {out}/hand.json", 240),
     "preempt": (
         HANDOFF.format(part="preempt", model="{model}") + " GRAPHS --blocks 110 --out {out}/preempt.json",

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.affinity_exact import attention_bits, norm_bits
-from benchmarks.invariance import random_steps
-from benchmarks.random_model import SMALL_64, random_model
+from benchmarks.affinity.exact import attention_bits, norm_bits
+from benchmarks.verifier.invariance import random_steps
+from benchmarks.lib.random_model import SMALL_64, random_model
 from llm42.cache import KVCache
 from llm42.verifier.certify.cpu import CertificationFailed
 from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
@@ -47,7 +47,7 @@ def test_the_usual_attention_has_not() -> None:
 
 def test_norms_and_gate_have_the_compilers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 2,048 columns the compiler has one launch to choose; beyond, it is told to measure no times."""
-    monkeypatch.setattr("benchmarks.affinity_exact.WIDTHS", (576, 2048, 4096))
+    monkeypatch.setattr("benchmarks.affinity.exact.WIDTHS", (576, 2048, 4096))
     with torch.inference_mode(False):
         found = norm_bits()
     assert all(share == 1.0 for shares in found.values() for share in shares), found

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command_lab import QUESTION, plain_record
-from benchmarks.random_model import LLAMA_8B, write_random
+from benchmarks.commands.lab import QUESTION, plain_record
+from benchmarks.lib.random_model import LLAMA_8B, write_random
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.certify.cuda import PLANTS

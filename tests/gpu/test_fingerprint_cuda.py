@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.random_model import SMALL_64, random_model
+from benchmarks.lib.random_model import SMALL_64, random_model
 from llm42.cache import BlockPool, KVCache
 from llm42.fingerprint import device
 from llm42.fingerprint.environment import UnsteadyKernels, require_steady_kernels

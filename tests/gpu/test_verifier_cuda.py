@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.random_model import SMALL_64, random_model
+from benchmarks.lib.random_model import SMALL_64, random_model
 from llm42.cache import BlockPool, KVCache
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.verifier.cuda.runner import CudaRunner

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.prometheus import Prometheus, tool
+from benchmarks.lib.prometheus import Prometheus, tool
 from llm42.config import Settings
 from llm42_serve.launch import APP_NAME, Service
 

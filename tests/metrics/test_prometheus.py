@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.prometheus import RULES, Prometheus, filled_in, panels
+from benchmarks.lib.prometheus import RULES, Prometheus, filled_in, panels
 from llm42_serve.launch import APP_NAME
 from tests.metrics.conftest import CORRUPT_SHARE, PLANTED, REQUESTS, TOKENS, Traffic, settled
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.prometheus import DASHBOARD, RULES, panels, tool
+from benchmarks.lib.prometheus import DASHBOARD, RULES, panels, tool
 from tests.chart import helm
 from tests.metrics.conftest import require_prometheus
 

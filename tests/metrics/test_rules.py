@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.prometheus import DASHBOARD, RULES, panels, tool
+from benchmarks.lib.prometheus import DASHBOARD, RULES, panels, tool
 from llm42.telemetry.metrics import CATALOGUE, Kind
 from tests.metrics.conftest import require_prometheus
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.session_events import Costs, Simulation
-from benchmarks.session_sim import Before
+from benchmarks.simulation.events import Costs, Simulation
+from benchmarks.simulation.session import Before
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, Request, VerifyTimings
 from llm42.session.machine import Extend, Rollback, Session

@@ -1,5 +1,5 @@
 """Bodies that are cheap to send and were dear to read: what the event loop does meanwhile is measured in
-test_loop_gaps.py and benchmarks/loop_gaps.py."""
+test_loop_gaps.py and benchmarks/service/loop_gaps.py."""
 
 from __future__ import annotations
 

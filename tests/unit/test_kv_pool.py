@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kv_pool import describe, open_pool, remove, slots_of
+from benchmarks.prefill_once.kv_pool import describe, open_pool, remove, slots_of
 from llm42.cache import KVCache, slot_ids
 
 READER = """
 import json, sys
-from benchmarks.kv_pool import open_pool
+from benchmarks.prefill_once.kv_pool import open_pool
 keys, values = open_pool(json.loads(sys.stdin.readline()))
 print(float(keys.sum()), float(values.sum()), flush=True)
 sys.stdin.readline()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.random_model import random_model
+from benchmarks.lib.random_model import random_model
 from llm42.cache import BlockPool, KVCache
 from llm42.errors import VerifierUnavailable
 from llm42.models.config import ModelConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.random_model import SMALL_64
+from benchmarks.lib.random_model import SMALL_64
 from llm42.checkpoint.description import load_tokenizer
 from llm42.config import Settings
 from llm42.engine.vllm import connection as vllm_connection
