@@ -28,16 +28,24 @@ GRAPHS = json.dumps(
         }
     }
 )  # fmt: skip
-HANDOFF = "-m benchmarks.prefill_once.kv_handoff {part} --model {model} --device cuda --dtype bfloat16 --engine"
+HANDOFF = (
+    "-m benchmarks.prefill_once.kv_handoff {part} --model {model} --device cuda --dtype bfloat16 --engine"
+)
 TESTS = "-m pytest -q --confcutdir=tests/gpu -o addopts= tests/gpu"
 PARTS: dict[str, tuple[str, int]] = {
     "tests": (TESTS + " --ignore=tests/gpu/test_service_cuda.py", 300),
     "certify": ("-m benchmarks.verifier.h200 certify --dir {out}", 150),
     "steps": ("-m benchmarks.verifier.h200 steps attention --dir {out}", 150),
     "affinity": ("-m benchmarks.affinity.rollbacks --path {model} --out {out}", 420),
-    "affinity-wide": ("-m benchmarks.affinity.rollbacks --path {model} --wide 16 --parts greedy --out {out}", 420),
+    "affinity-wide": (
+        "-m benchmarks.affinity.rollbacks --path {model} --wide 16 --parts greedy --out {out}",
+        420,
+    ),
     "affinity-operators": ("-m benchmarks.affinity.wide {out}", 300),
-    "rollback": ("-m benchmarks.engine.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}", 240),
+    "rollback": (
+        "-m benchmarks.engine.vllm_rollback --max-num-seqs 64 --queue 64 --rollbacks 60 --out {out}",
+        240,
+    ),
     "adapter": ("-m benchmarks.engine.vllm_adapter --rounds 4 --processor --memory 0.28 --out {out}", 420),
     "adapter-small": (
         "-m benchmarks.engine.vllm_adapter --rounds 4 --processor --memory 0.28 --model {model}"

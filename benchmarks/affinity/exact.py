@@ -1,10 +1,9 @@
 """The providers of `verifier.affinity: vllm` against what they follow, bit by bit, on one GPU.
 
-python -m benchmarks.affinity.exact GGUF DIRECTORY OUT [PART ...]
+python -m benchmarks.affinity.exact OUT [PART ...]
 
 Parts: attention against FlashAttention 3 (single rows, no splits); norms and gate against torch.compile's
-graph at many widths; the certified runner over vLLM's own outputs (benchmarks/affinity/vllm_outputs.py wrote them to
-DIRECTORY); random steps; plants; times."""
+graph at many widths; random steps; plants; times."""
 
 from __future__ import annotations
 
@@ -23,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.affinity.compiled import EXAMPLE_ROWS, inductor_options
-from benchmarks.affinity_flash import attend
 from benchmarks.affinity.forward import linear
-from benchmarks.verifier.invariance import random_steps
 from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, random_model
+from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
 from llm42.verifier.certify.cpu import CertificationFailed
@@ -43,6 +41,19 @@ WIDTHS = (576, 896, 1536, 2048, 3072, 3584, 4096, 5120)
 EPS = 1e-5
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor, ends: list[int]) -> Tensor:
+    """FlashAttention 3: each row of q [T, heads, head_dim] a sequence with the keys before ends[i], which lie
+    in the blocks of table[i]."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q, k, v, max_seqlen_q=1, max_seqlen_k=4096, causal=True, fa_version=3, num_splits=1,
+        block_table=table,
+        cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device="cuda"),
+        seqused_k=torch.tensor(ends, dtype=torch.int32).cuda(),
+    )  # fmt: skip
+
+
 def attention_bits() -> dict[str, Any]:
     """Share of equal elements, ours against the library's, for 32 rows before each end."""
     out: dict[str, Any] = {}
@@ -55,7 +66,7 @@ def attention_bits() -> dict[str, Any]:
         shares = {}
         for end in ENDS:
             ends = list(range(end - 31, end + 1))
-            want = attend(q, k, v, table.expand(32, -1).contiguous(), [1] * 32, ends, 1)
+            want = attend(q, k, v, table.expand(32, -1).contiguous(), ends)
             flat = (x.flatten(0, 1) for x in (k, v))
             got = engine.run(q, *flat, [end - 32], [32], [table[0].tolist()])
             shares[end] = float((got.view(torch.int16) == want.view(torch.int16)).float().mean())
@@ -98,32 +109,6 @@ def _graph(o: Tensor, residual: Tensor, w1: Tensor, up: Tensor, down: Tensor, w2
     x, residual = add_norm(o, residual, w1)
     gate, other = F.linear(x, up).chunk(2, dim=-1)
     return add_norm(F.linear(F.silu(gate) * other, down), residual, w2)
-
-
-def replay(gguf: str, directory: Path, affinity: str, name: str, logits_dtype: str) -> dict[str, Any]:
-    """The certified runner over saved outputs: flips per 1,000 and share of equal log-probabilities."""
-    from llm42.config import Settings
-    from llm42.local.affinity import replay_outputs
-    from llm42.verifier.build import build_verifier
-
-    settings = Settings.load(
-        {
-            "model": {"path": gguf, "device": "cuda"},
-            "verifier": {"affinity": affinity, "logits_dtype": logits_dtype, "certificate_dir": None},
-        }
-    )
-    began = time.perf_counter()
-    verifier = build_verifier(settings).start()
-    built = time.perf_counter() - began
-    data, out = torch.load(directory / f"{name}.pt"), {"build_s": built, "fingerprint": verifier.fingerprint}
-    for load in ("64", "8", "1"):
-        if load in data:
-            began = time.perf_counter()
-            part = data[load]
-            found = replay_outputs(verifier, data["prompts"], part["tokens"], part["logprobs"])
-            out[load] = found.to_json() | {"seconds": time.perf_counter() - began}
-    verifier.close()
-    return out
 
 
 def invariance(config: ModelConfig) -> dict[str, Any]:
@@ -174,13 +159,10 @@ def times() -> dict[str, Any]:
 
 
 def main() -> None:
-    gguf, directory, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    out = Path(sys.argv[1])
     results: dict[str, Any] = {"environment": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("attention", attention_bits),
-        ("default", lambda: replay(gguf, directory, "vllm", "default", "activation")),
-        ("unsplit", lambda: replay(gguf, directory, "vllm", "unsplit", "float32")),
-        ("without", lambda: replay(gguf, directory, "none", "default", "float32")),
         ("times", times),
         ("norms", norm_bits),
         ("steps 64", lambda: invariance(SMALL_64)),
@@ -188,7 +170,7 @@ def main() -> None:
         ("plants", plants),
     ]
     for name, work in parts:
-        if sys.argv[4:] and name not in sys.argv[4:]:
+        if sys.argv[2:] and name not in sys.argv[2:]:
             continue
         began = time.perf_counter()
         try:

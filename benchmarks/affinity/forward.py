@@ -1,42 +1,39 @@
-"""A teacher-forced forward over whole sequences in which every operator's arithmetic can be chosen."""
+"""A teacher-forced forward over whole sequences with vLLM's arithmetic, in which norms, attention and logits
+can be chosen; and its score against what vLLM generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.affinity.compiled import CHUNK, Compiled
-from benchmarks.affinity_kernels import norm, silu_mul
 from llm42.models.weights import LayerWeights, LoadedModel
-from llm42.verifier.cuda.runner import attention_shape
-from llm42_kernels.attention import TritonAttention
 from llm42_kernels.linear import lm_head_cublas_into
-from llm42_kernels.rmsnorm import launch_sum_norm, rms_norm_triton
+from llm42_kernels.rmsnorm import launch_sum_norm
 from llm42_kernels.rotary import rotary_triton
-from llm42_kernels.silu_mul import silu_mul_triton
+from llm42_kernels.silu_mul import silu_mul_library_exp
 
 PAGE = 16
 
 
+Launch = tuple[int, int, int]
+"""Of a norm, as llm42_kernels.rmsnorm.carried_launch gives it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """norms: "rounded" (the residual after every add), "chain" (inside a layer it is carried in float32),
-    "custom" (vLLM's own kernels, activation and rotary too), "compiled" (the layer as inductor compiles it).
-    attention: "triton", "rows" (FlashAttention 3, every row a sequence), "mixed" (prompts as chunks).
-    logits: "float32", "activation" (a product with rounded output), "rounded" (float32, then rounded).
-    launches: of the norms of "chain", as rmsnorm.carried_launch gives them, for the first norm, the
-    one after attention, the one after the MLP and the final one; None: one block, `warps`."""
+    """launches: of the first norm, the one after attention, the one after the MLP and the final one, with the
+    residual carried in float32 inside a layer; None: the layer as inductor compiles it.
+    attention: "rows" (FlashAttention 3, every row a sequence) or "mixed" (prompts as chunks).
+    logits: "activation" (a product with rounded output) or "rounded" (float32, then rounded)."""
 
-    norms: str = "rounded"
-    table: str = "float64"
-    attention: str = "triton"
-    logits: str = "float32"
-    warps: int = 1
-    launches: tuple[tuple[int, int, int], ...] | None = None
+    launches: tuple[Launch, Launch, Launch, Launch] | None
+    attention: str = "rows"
+    logits: str = "activation"
 
 
 @dataclass(slots=True)
@@ -102,17 +99,12 @@ class Forward:
         self.slots = owner * per * PAGE + batch.positions
         self.owner = owner
         self.prompt_row = batch.positions < torch.tensor(batch.prompts, device="cuda")[owner]
-        self.attention = TritonAttention(
-            attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, PAGE), torch.device("cuda")
-        )
-        self.compiled: Compiled | None = None
+        self.table = vllm_table(model, model.weights.cos_sin.shape[0])
+        self.compiled = Compiled(model, self.table.to(model.dtype))
 
     # --- attention
 
     def attend(self, variant: Variant, q: Tensor) -> Tensor:
-        if variant.attention == "triton":
-            starts, tables = [0] * len(self.batch.starts), self.tables.tolist()
-            return self.attention.run(q, self.k, self.v, starts, self.batch.lengths, tables)
         out = torch.empty_like(q)
         rows = torch.ones_like(self.prompt_row)
         if variant.attention == "mixed":
@@ -140,98 +132,57 @@ class Forward:
     # --- layers
 
     @torch.inference_mode()
-    def run(self, variant: Variant, watch: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
+    def run(self, variant: Variant, watch: Watch) -> Tensor:
         """Final normed hidden states of the scored rows."""
-        w = self.model.weights
-        table = w.cos_sin if variant.table == "float64" else vllm_table(self.model, w.cos_sin.shape[0])
-        layers, positions = w.layers, self.batch.positions
+        w, positions, launches = self.model.weights, self.batch.positions, variant.launches
         residual = w.embed[self.batch.tokens]
-        graphs = self.graphs(table) if variant.norms == "compiled" else None
-        if graphs:
-            q, k, v = graphs.first(residual, positions)
+        if launches:
+            x, _ = self.norm(launches[0], (residual,), w.layers[0].input_norm, False)
         else:
-            x = self.norm(variant, (residual,), layers[0].input_norm, False)[0]
-        for index, layer in enumerate(layers):
-            if graphs is None:
-                q, k, v = self.qkv(variant, linear(x, layer.qkv), table)
+            q, k, v = self.compiled.first(residual, positions)
+        for index, layer in enumerate(w.layers):
+            if launches:
+                q, k, v = self.qkv(linear(x, layer.qkv))
             self.k[self.slots], self.v[self.slots] = k, v
-            if watch:
-                watch(index, k, v)
+            watch(index, k, v)
             mixed = self.attend(variant, q).flatten(1)
-            last = index + 1 == len(layers)
-            if graphs is None:
-                following = w.final_norm if last else layers[index + 1].input_norm
-                x, residual = self.layer(variant, layer, following, mixed, residual)
+            last = index + 1 == len(w.layers)
+            if launches:
+                following = w.final_norm if last else w.layers[index + 1].input_norm
+                x, residual = self.layer(launches, last, layer, following, mixed, residual)
             elif last:
-                x, residual = graphs.piece(index, mixed, residual, positions)
+                x, residual = self.compiled.piece(index, mixed, residual, positions)
             else:
-                q, k, v, residual = graphs.piece(index, mixed, residual, positions)
+                q, k, v, residual = self.compiled.piece(index, mixed, residual, positions)
         return x[self.batch.scored]
 
-    def graphs(self, table: Tensor) -> Compiled:
-        if self.compiled is None:
-            self.compiled = Compiled(self.model, table.to(self.model.dtype))
-        return self.compiled
-
     def layer(
-        self, variant: Variant, layer: LayerWeights, following: Tensor, mixed: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, launches: tuple[Launch, ...], last: bool, layer: LayerWeights, following: Tensor, mixed: Tensor,
+        residual: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         o = linear(mixed, layer.o)
-        if variant.norms == "chain":
-            x, _ = self.norm(variant, (o, residual), layer.post_norm, False)
-            y = linear(self.act(variant, linear(x, layer.gate_up)), layer.down)
-            return self.norm(variant, (y, o, residual), following, True)
-        x, residual = self.norm(variant, (o, residual), layer.post_norm, True)
-        y = linear(self.act(variant, linear(x, layer.gate_up)), layer.down)
-        return self.norm(variant, (y, residual), following, True)
+        x, _ = self.norm(launches[1], (o, residual), layer.post_norm, False)
+        y = linear(silu_mul_library_exp(linear(x, layer.gate_up)), layer.down)
+        return self.norm(launches[3 if last else 2], (y, o, residual), following, True)
 
     def norm(
-        self, variant: Variant, terms: tuple[Tensor, ...], weight: Tensor, store: bool
+        self, launch: Launch, terms: tuple[Tensor, ...], weight: Tensor, store: bool
     ) -> tuple[Tensor, Tensor]:
-        eps = self.model.config.rms_norm_eps
-        if variant.launches:
-            out, total = torch.empty_like(terms[0]), torch.empty_like(terms[0]) if store else None
-            place = 3 if weight is self.model.weights.final_norm else len(terms) - 1
-            launch_sum_norm(terms, weight, out, total, eps, variant.launches[place])
-            return out, terms[0] if total is None else total
-        if variant.norms == "chain":
-            return norm(terms, weight, eps, store=store, warps=variant.warps)
-        if variant.norms == "rounded":
-            return rms_norm_triton(terms[0], terms[1] if len(terms) > 1 else None, weight, eps)
-        if len(terms) == 1:
-            out = torch.empty_like(terms[0])
-            torch.ops._C.rms_norm(out, terms[0], weight, eps)
-            return out, terms[0]
-        x, residual = terms[0].clone(), terms[1].clone()
-        torch.ops._C.fused_add_rms_norm(x, residual, weight, eps)
-        return x, residual
+        out, total = torch.empty_like(terms[0]), torch.empty_like(terms[0]) if store else None
+        launch_sum_norm(terms, weight, out, total, self.model.config.rms_norm_eps, launch)
+        return out, terms[0] if total is None else total
 
-    def act(self, variant: Variant, gate_up: Tensor) -> Tensor:
-        if variant.norms == "chain":
-            return silu_mul(gate_up)
-        if variant.norms != "custom":
-            return silu_mul_triton(gate_up)
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        torch.ops._C.silu_and_mul(out, gate_up)
-        return out
-
-    def qkv(self, variant: Variant, qkv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c = self.model.config
         q, k, v = qkv.view(len(qkv), -1, c.head_dim).split(
             (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1
         )
-        if variant.norms != "custom":
-            return *rotary_triton(q, k, self.batch.positions, table), v
-        q, k = q.flatten(1).contiguous(), k.flatten(1).contiguous()
-        torch.ops._C.rotary_embedding(
-            self.batch.positions, q, k, c.head_dim, table.to(self.model.dtype), True
-        )
-        return q.view(len(q), -1, c.head_dim), k.view(len(k), -1, c.head_dim), v
+        return *rotary_triton(q, k, self.batch.positions, self.table), v
 
     # --- scores
 
     @torch.inference_mode()
-    def score(self, variant: Variant, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def distances(self, variant: Variant, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Per scored row: whether the argmax is vLLM's token, and the distance of log-probabilities."""
         head, rows = self.model.weights.lm_head, self.batch.scored
         same, distance = [], []
@@ -241,7 +192,6 @@ class Forward:
             else:
                 logits = torch.empty(len(part), len(head), device="cuda")
                 lm_head_cublas_into(part, head, logits)
-            if variant.logits == "rounded":
                 logits = logits.to(head.dtype).float()
             wanted = self.batch.following[at]
             same.append(logits.argmax(-1) == wanted)
@@ -250,3 +200,40 @@ class Forward:
             lp = logits.gather(1, wanted[:, None])[:, 0].double() - top - lse
             distance.append((lp - self.batch.logprobs[at]).abs())
         return torch.cat(same), torch.cat(distance)
+
+
+class Watch:
+    """Share of equal elements of keys and values per layer, prompt and output apart."""
+
+    def __init__(self, batch: Batch, kept: dict[int, Tensor]) -> None:
+        self.batch, self.kept, self.found = batch, kept, dict[int, list[list[float]]]()
+
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None:
+        dim = k.shape[-1]
+        for index, cache in self.kept.items():
+            start, length, prompt = (
+                x[index] for x in (self.batch.starts, self.batch.lengths, self.batch.prompts)
+            )
+            length = min(length, cache.shape[1])
+            want = cache[layer][:length].cuda()
+            shares = []
+            for ours, theirs in ((k, want[..., :dim]), (v, want[..., dim:])):
+                same = ours[start : start + length].view(torch.int16) == theirs.contiguous().view(torch.int16)
+                rows = same.flatten(1).float().mean(1)
+                shares += [round(float(rows[:prompt].mean()), 5), round(float(rows[prompt:].mean()), 5)]
+            self.found.setdefault(index, []).append(shares)
+
+
+def score(forward: Forward, variant: Variant, kept: dict[int, Tensor]) -> dict[str, Any]:
+    """Flips and equal shares of one variant; per layer the least share of equal keys and values of the kept
+    sequences, prompts and outputs."""
+    watch = Watch(forward.batch, kept)
+    same, distance = forward.distances(variant, forward.run(variant, watch))
+    return {
+        "flips_per_1000": float((~same).double().mean() * 1000),
+        "equal_1e-5": float((distance <= 1e-5).double().mean()),
+        "mean_distance": float(distance.mean()),
+        "equal_kv": [
+            min(min(layer) for layer in layers) for layers in zip(*watch.found.values(), strict=True)
+        ],
+    }

@@ -1,11 +1,11 @@
 """Rollbacks of the whole path on one GPU: vLLM proposes, the verifier with `verifier.affinity: vllm` decides.
 
-python -m benchmarks.affinity.rollbacks [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIRECTORY]
+python -m benchmarks.affinity.rollbacks [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIR]
 
 Start the process without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT); vLLM inherits it.
 Every deterministic output is compared with the oracle, the verifier decoding alone. `sampled` is a run at
 temperature 0.8 with the canonical sampler's proposals (engine.vllm.sampled_agreement). A part that is not run
-is taken from the result that is in DIRECTORY. --wide: random weights in the shape of Llama 3 8B (hidden size
+is taken from the result that is in DIR. --wide: random weights in the shape of Llama 3 8B (hidden size
 4,096) with that many layers, random prompts of 256 tokens; the result is h200-affinity-wide.json."""
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""vLLM's side of the affinity probe: what it generates at several loads, and the keys and values it keeps.
+"""vLLM's side of wide.py: what it generates for all prompts at once, and the keys and values that it keeps.
 
 python -m benchmarks.affinity.vllm_outputs CONFIGURATION MODEL_DIRECTORY OUTPUT_DIRECTORY
 
-Writes CONFIGURATION.pt: per load the tokens and log-probabilities, and the KV of a few sequences of the
-largest load, which shows the first layer whose bits differ. CONFIGURATION.kernels.json lists the kernels that
-the compiler made, with their launch parameters. Engine internals are read (block tables, caches): this is a
-probe of one version, not a part of the service."""
+Writes CONFIGURATION.pt: tokens and log-probabilities, and the KV of a few sequences, which shows the first
+layer whose bits differ. CONFIGURATION.kernels.json lists the kernels that the compiler made, with their
+launch parameters. Engine internals are read (block tables, caches): this is a probe of one version, not a
+part of the service."""
 
 from __future__ import annotations
 
@@ -24,25 +24,14 @@ os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 OUTPUT = 512
-LOADS = (64, 8, 1)
 KEPT = (0, 17, 40)
-"""Sequences of the largest load whose KV is kept."""
+"""Sequences whose KV is kept."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "unsplit": {
-        "hf_overrides": {"head_dtype": "float32"},
-        "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
-    },
     "service": {"attention_config": UNSPLIT_ATTENTION},
     "fixed": {
         "attention_config": UNSPLIT_ATTENTION,
         "compilation_config": FIXED_COMPILATION,
     },
-    "custom": {
-        "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},
-        "compilation_config": {"custom_ops": ["+silu_and_mul", "+rotary_embedding"]},
-    },
-    "eager": {"enforce_eager": True},
 }
 
 
@@ -56,8 +45,8 @@ def start(directory: Path, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def run(llm: Any, prompts: list[list[int]], keep: tuple[int, ...] = ()) -> dict[str, Any]:
-    """All prompts at once, greedy: tokens, log-probabilities, and the block tables of `keep`."""
+def run(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """All prompts at once, greedy: tokens, log-probabilities, and the block tables of KEPT."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -66,17 +55,15 @@ def run(llm: Any, prompts: list[list[int]], keep: tuple[int, ...] = ()) -> dict[
         output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
     engine, tables, done = llm.llm_engine, {}, {}
-    began = time.perf_counter()
     for index, prompt in enumerate(prompts):
         engine.add_request(f"{time.monotonic_ns()}-{index}", {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 done[int(output.request_id.split("-")[1])] = output.outputs[0]
-        tables |= _block_tables(engine, keep)
+        tables |= _block_tables(engine)
     outputs = [done[i] for i in range(len(prompts))]
     return {
-        "seconds": time.perf_counter() - began,
         "tokens": [list(o.token_ids) for o in outputs],
         "logprobs": [
             [step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
@@ -85,15 +72,13 @@ def run(llm: Any, prompts: list[list[int]], keep: tuple[int, ...] = ()) -> dict[
     }
 
 
-def _block_tables(engine: Any, keep: tuple[int, ...]) -> dict[int, list[int]]:
-    if not keep:
-        return {}
+def _block_tables(engine: Any) -> dict[int, list[int]]:
     scheduler = engine.engine_core.engine_core.scheduler
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     found = {}
     for name, blocks in managers[0].req_to_blocks.items():
         index = int(name.split("-")[1])
-        if index in keep and blocks:
+        if index in KEPT and blocks:
             found[index] = [b.block_id for b in blocks]
     return found
 
@@ -136,29 +121,10 @@ def main() -> None:
     import torch
 
     prompts = json.loads((directory / "prompts.json").read_text())
-    began = time.perf_counter()
     llm = start(directory, **CONFIGURATIONS[name])
-    result: dict[str, Any] = {"boot_s": time.perf_counter() - began, "prompts": prompts}
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
-    runner = getattr(worker, "worker", worker).model_runner
-    result["runner"] = f"{type(runner).__module__}.{type(runner).__name__}"
-    model = getattr(runner.model, "runnable", runner.model)
-    rotary = [m for m in model.modules() if hasattr(m, "cos_sin_cache")]
-    result["cos_sin"] = rotary[0].cos_sin_cache.cpu() if rotary else torch.zeros(2048, 64)
-    result["config"] = str(llm.llm_engine.vllm_config)
-    for load in LOADS[: {"custom": 2, "eager": 1, "service": 1, "fixed": 2}.get(name, 3)]:
-        keep = KEPT if load == LOADS[0] else ()
-        if load == 1:
-            runs = [run(llm, [p]) for p in prompts[:4]]
-            part = {k: [r[k][0] for r in runs] for k in ("tokens", "logprobs")}
-            result[str(load)] = part | {"seconds": sum(r["seconds"] for r in runs)}
-        else:
-            result[str(load)] = run(llm, prompts[:load], keep)
-        if keep:
-            tables = result[str(load)].pop("tables")
-            result["kv"] = {i: keys_and_values(llm, t).cpu() for i, t in tables.items()}
-        print(name, load, round(result[str(load)]["seconds"], 2), "s", flush=True)
-        torch.save(result, out / f"{name}.pt")
+    result = {"prompts": prompts, **run(llm, prompts)}
+    result["kv"] = {i: keys_and_values(llm, t).cpu() for i, t in result.pop("tables").items()}
+    torch.save(result, out / f"{name}.pt")
     (out / f"{name}.kernels.json").write_text(json.dumps(compiled_kernels(), indent=1))
 
 

@@ -2,11 +2,11 @@
 
 python -m benchmarks.affinity.wide OUT [--layers 4] [--configurations service fixed]
 
-vLLM runs in a process of its own for each configuration (benchmarks/affinity/vllm_outputs.py), meanwhile this one
-compares products of the library at many row counts with those at 64 rows, and the norms of a compiled graph
-with every launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV
-are scored by variants of the verifier's forward pass. OUT/h200-affinity-operators.json is written as each
-part ends. The process must be started without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT)."""
+vLLM runs in a process of its own for each configuration (vllm_outputs.py), meanwhile this one compares
+products of the library at many row counts with those at 64 rows, and the norms of a compiled graph with every
+launch of ours, with and without the compiler's `deterministic` option. Then vLLM's outputs and KV are scored
+by variants of the verifier's forward pass. OUT/h200-affinity-operators.json is written as each part ends. The
+process must be started without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from torch import Tensor
 
 from benchmarks.affinity.compiled import EXAMPLE_ROWS, inductor_options
 from benchmarks.affinity.exact import EPS, _graph
-from benchmarks.affinity.forward import Batch, Forward, Variant, linear
-from benchmarks.affinity_probe import score
+from benchmarks.affinity.forward import Batch, Forward, Variant, linear, score
 from benchmarks.affinity.vllm_outputs import compiled_kernels
 from benchmarks.lib.random_model import LLAMA_8B, write_random
 from benchmarks.lib.report import Figure, report
@@ -49,20 +48,18 @@ ROWS = (1, 2, 8, 16, 17, 32, 65, 128, 200, 256, 512, 1024, 2048, 4096, 8192)
 LAUNCHES = [(1, block, warps) for block in (1024, 2048, 4096) for warps in (8, 16)]
 LAUNCHES += [(2, 2048, 16), (1, 8192, 16)]
 WIDTHS = (4096, 3072, 3584, 5120, 8192)
-NORMS = ("first", "after attention", "after the MLP", "final")
 WHOLE, HALVES = (1, 4096, 16), (1, 2048, 16)
 
 
 def variants() -> dict[str, Variant]:
     """Every choice of a launch for each norm (w: 4,096 columns at once, h: 2,048), and some of the rest."""
-    out = {"compiled rows": Variant("compiled", "vllm", "rows", "activation")}
-    for launches in itertools.product((WHOLE, HALVES), repeat=len(NORMS)):
-        name = "".join("w" if x is WHOLE else "h" for x in launches)
-        out[name] = Variant("chain", "vllm", "rows", "activation", 1, launches)
+    out = {"compiled rows": Variant(None)}
+    for launches in itertools.product((WHOLE, HALVES), (WHOLE, HALVES), (WHOLE, HALVES), (WHOLE, HALVES)):
+        out["".join("w" if x is WHOLE else "h" for x in launches)] = Variant(launches)
     for launch in (WHOLE, HALVES):
-        every = (launch,) * len(NORMS)
-        out[f"{launch[1]} mixed"] = Variant("chain", "vllm", "mixed", "activation", 1, every)
-        out[f"{launch[1]} rounded"] = Variant("chain", "vllm", "rows", "rounded", 1, every)
+        every = (launch, launch, launch, launch)
+        out[f"{launch[1]} mixed"] = Variant(every, attention="mixed")
+        out[f"{launch[1]} rounded"] = Variant(every, logits="rounded")
     return out
 
 
@@ -129,7 +126,8 @@ def vllm_processes(args: argparse.Namespace, directory: Path) -> Iterator[dict[s
     """vLLM with each configuration, all at the same time."""
     found = {}
     for name in args.configurations:
-        command = [sys.executable, "-m", "benchmarks.affinity.vllm_outputs", name, str(directory), str(args.scratch)]
+        places = (str(directory), str(args.scratch))
+        command = [sys.executable, "-m", "benchmarks.affinity.vllm_outputs", name, *places]
         with (args.out / f"vllm-{name}.log").open("w") as log:
             found[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -143,27 +141,18 @@ def vllm_processes(args: argparse.Namespace, directory: Path) -> Iterator[dict[s
 def scores(
     args: argparse.Namespace, directory: Path, name: str, process: subprocess.Popen[bytes]
 ) -> dict[str, Any]:
-    """One configuration's outputs at its largest load, scored by every variant."""
+    """One configuration's outputs, scored by every variant."""
     if process.wait(args.limit_s):
         raise RuntimeError(f"vLLM ended with {process.returncode}: see vllm-{name}.log")
     model = load_model(str(directory), "bfloat16", "cuda", 2048)
     data, out = torch.load(args.scratch / f"{name}.pt"), {}
-    part = data["64"]
-    forward = Forward(model, Batch.make(data["prompts"], part["tokens"], part["logprobs"]))
+    forward = Forward(model, Batch.make(data["prompts"], data["tokens"], data["logprobs"]))
     for label, variant in variants().items():
-        found = score(forward, variant, data["kv"])
-        out[label] = {k: found[k] for k in ("flips_per_1000", "equal_1e-5", "mean_distance")}
-        out[label]["equal_kv"] = by_layer(found["kv"])
+        out[label] = score(forward, variant, data["kv"])
         print(name, label, out[label], flush=True)
     kernels = json.loads((args.scratch / f"{name}.kernels.json").read_text())
     out["kernels"] = reductions_of(kernels)
     return out
-
-
-def by_layer(shares: dict[str, list[list[float]]]) -> list[float]:
-    """Per layer the least share of equal elements: of the kept sequences, of their prompts' and outputs' keys
-    and values."""
-    return [min(min(layer) for layer in layers) for layers in zip(*shares.values(), strict=True)]
 
 
 def reductions_of(kernels: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:

@@ -1,6 +1,7 @@
 """What determinism costs vLLM on one GPU: throughput kept with a verifier beside it, all deterministic.
 
-    python -m benchmarks.engine.early_cost --out DIR [--parts shared invariant] [--requests 512] [--concurrent 256]
+    python -m benchmarks.engine.early_cost --out DIR [--parts shared invariant] [--requests 512] \
+        [--concurrent 256]
 
 8B shape, bf16, random weights, prompts of 1,024 tokens and outputs of 256. `shared`: an untouched AsyncLLM,
 the adapter without and with deterministic requests, on one vLLM beside one verifier process (which computes

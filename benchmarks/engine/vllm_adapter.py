@@ -1,8 +1,9 @@
 """What the adapter costs: best-effort tokens per second through it, against an untouched AsyncLLM.
 
-    python -m benchmarks.engine.vllm_adapter [--model 8b] [--requests 256] [--input 256] [--output 256] [--rounds 5]
-    python -m benchmarks.engine.vllm_adapter --device cpu --model .models/smollm2/... --dtype float32 --eager \
-        --requests 16 --input 32 --output 32
+    python -m benchmarks.engine.vllm_adapter [--model 8b] [--requests 256] [--input 256] [--output 256] \
+        [--rounds 5]
+    python -m benchmarks.engine.vllm_adapter --device cpu --model .models/smollm2/... --dtype float32 \
+        --eager --requests 16 --input 32 --output 32
 
 Both engines run at the same time with the same sizes, the untouched one with vLLM's defaults (its own
 scheduling policy, statistics and log); rounds alternate between them, so a ratio compares neighbours in time.

@@ -1,8 +1,8 @@
 """How long a rollback takes in vLLM: from a mismatch to the first new candidate.
 
     python -m benchmarks.engine.vllm_rollback [--model 8b] [--max-num-seqs 64] [--queue 64] [--rollbacks 100]
-    python -m benchmarks.engine.vllm_rollback --device cpu --model .models/smollm2/... --dtype float32 --eager \
-        --max-num-seqs 8 --queue 16 --input 128 --rollbacks 30
+    python -m benchmarks.engine.vllm_rollback --device cpu --model .models/smollm2/... --dtype float32 \
+        --eager --max-num-seqs 8 --queue 16 --input 128 --rollbacks 30
 
 One deterministic request is rolled back again and again by a few tokens, in three states: alone; in a full
 batch of best-effort requests; in a full batch with `--queue` more waiting. Beside each time stands the step

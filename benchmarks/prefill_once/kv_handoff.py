@@ -1,6 +1,7 @@
 """Can vLLM take a prompt's KV from the verifier, so that a deterministic prompt is prefilled once?
 
-python -m benchmarks.prefill_once.kv_handoff PART --model MODEL [--device cuda] [--dtype bfloat16] [--out FILE]
+python -m benchmarks.prefill_once.kv_handoff PART --model MODEL [--device cuda] [--dtype bfloat16] \
+    [--out FILE]
 
 MODEL: a GGUF file, a Hugging Face directory, or random-8b (for `cost`: both sides have random weights of
 their own). The verifier runs in this process, vLLM's engine in another,
@@ -31,8 +32,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.prefill_once.kv_handoff_sides import Ask, Engine, Got, Prefilled, Source, from_files, random_8b
 from benchmarks.lib.report import Figure, report
+from benchmarks.prefill_once.kv_handoff_sides import (
+    Ask,
+    Engine,
+    Got,
+    Prefilled,
+    Source,
+    from_files,
+    random_8b,
+)
 from llm42.host.threads import set_threads
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 

@@ -1,7 +1,8 @@
 """Draws the dashboard's panels from what a real Prometheus says of a real service under changing load.
 
-    python -m benchmarks.service.dashboard_picture    (pip install 'llm42[pictures]'; apt-get install prometheus)
+    python -m benchmarks.service.dashboard_picture
 
+Needs matplotlib (pip install 'llm42[pictures]') and Prometheus (apt-get install prometheus).
 The service makes 10 % of its candidates wrong on purpose, so that there is something to see. Writes
 docs/dashboard.png and benchmarks/results/dashboard.json.
 """

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.verifier.invariance import random_steps
 from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, random_model
+from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
 from llm42.verifier.certify.cpu import CertificationFailed
 from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda

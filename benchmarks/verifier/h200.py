@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, random_model
 from benchmarks.verifier import figures
 from benchmarks.verifier.invariance import Count, random_steps
-from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, random_model
 from benchmarks.verifier.steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel

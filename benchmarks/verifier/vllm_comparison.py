@@ -64,8 +64,8 @@ def attention_micros() -> dict[str, Any]:
     import torch
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    from benchmarks.verifier.attention_tiles import HEADS, KV_HEADS, Work
     from benchmarks.lib.timing import graph_ms
+    from benchmarks.verifier.attention_tiles import HEADS, KV_HEADS, Work
 
     out = {}
     for name in ("16x32@2k", "512@2k", "16x32@16k", "64x1@2k", "2x32@2k"):

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.affinity.exact import attention_bits, norm_bits
-from benchmarks.verifier.invariance import random_steps
+from benchmarks.affinity.exact import attend, attention_bits, norm_bits
 from benchmarks.lib.random_model import SMALL_64, random_model
+from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
 from llm42.verifier.certify.cpu import CertificationFailed
 from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
@@ -33,12 +33,10 @@ def test_attention_has_the_librarys_bits() -> None:
 @pytest.mark.skipif(NO_VLLM, reason="vLLM's FlashAttention 3 is not installed")
 def test_the_usual_attention_has_not() -> None:
     """Negative control of the test above."""
-    from benchmarks.affinity_flash import attend
-
     k, v = (torch.randn(16, 64, 3, 64, device="cuda").bfloat16() for _ in range(2))
     q = torch.randn(1, 9, 64, device="cuda").bfloat16()
     table = torch.arange(16, dtype=torch.int32, device="cuda")[None]
-    want = attend(q, k, v, table, [1], [900], 1)
+    want = attend(q, k, v, table, [900])
     flat = [x.flatten(0, 1) for x in (k, v)]
     shapes = (flash_shape(9, 3, 64, 64), attention_shape(9, 3, 64, 64))
     ours, usual = (make_attention(s, q.device).run(q, *flat, [899], [1], [list(range(16))]) for s in shapes)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.verifier.invariance import random_steps
 from benchmarks.lib.random_model import SMALL_64, SMALL_96, SMALL_QK, random_model
+from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
 from llm42.models.config import ModelConfig
 from llm42.protocol import SamplingParams
