@@ -24,10 +24,10 @@ from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.host.threads import set_threads, torch_threads
-from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
     Commit,
+    Failure,
     FinishReason,
     Request,
     RequestStats,
@@ -339,14 +339,11 @@ class Lab:
         self.parts.append(engine)
         return engine.start() if start else engine
 
-    def generator(
-        self, engine: AnyEngine, verifier: Verifier | VerifierClient | None, **session: Any
-    ) -> Generator:
+    def generator(self, engine: AnyEngine, verifier: VerifierClient | None, **session: Any) -> Generator:
         """A driver; keyword arguments change the session's settings."""
         changed = self.settings.session.model_copy(update=session)
         settings = self.settings.model_copy(update={"session": changed, "engine": engine.settings})
-        client = LocalVerifier(verifier) if isinstance(verifier, Verifier) else verifier
-        return Generator(engine, self.tokenizer, settings, client)
+        return Generator(engine, self.tokenizer, settings, verifier)
 
     def oracle(self, request: Request) -> Answer:
         """The verifier decoding alone, one token at a time, with a cold cache: written without the session,
@@ -413,6 +410,26 @@ def window_of(request: Request, output: Sequence[int], candidates: Sequence[int]
         request.sampling,
         request.num_logprobs or 0,
     )
+
+
+class Wrapped:
+    """A verifier whose answers a test changes, loses or delays: it overrides `verify`."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier = verifier
+
+    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """Awaits the verifier's own answers."""
+        return await self.verifier.verify(windows)
+
+    def release(self, request_id: str) -> None:
+        """Drops what is held for a request."""
+        self.verifier.release(request_id)
+
+
+def verified(verifier: Verifier, *windows: Window) -> list[Commit | Failure]:
+    """Waits for the answers of a verifier whose thread runs."""
+    return [future.result() for future in [verifier.submit(window) for window in windows]]
 
 
 def answer_of(verifier: Verifier, window: Window) -> Any:

@@ -115,7 +115,7 @@ def oracle(
             Window(f"oracle-{i}", (*prompt, *tokens), len(prompt), (), params)
             for i, (prompt, (tokens, _), params) in enumerate(zip(prompts, out, sampling, strict=True))
         ]
-        for (tokens, logprobs), answer in zip(out, verifier.verify(windows), strict=True):
+        for (tokens, logprobs), answer in zip(out, asyncio.run(verifier.verify(windows)), strict=True):
             assert isinstance(answer, Commit), answer
             tokens.append(answer.next_token)
             logprobs.append(answer.logprobs[0].logprob)

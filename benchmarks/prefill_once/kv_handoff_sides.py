@@ -80,7 +80,7 @@ class Source:
         """Computes the prompt once. Its blocks stay held until `close`."""
         request_id = f"p{next(self._ids)}"
         window = Window(request_id, tuple(prompt), len(prompt), (), SamplingParams())
-        answer = self._verifier.verify([window])[0]
+        answer = self._verifier.submit(window).result()
         if not isinstance(answer, Commit):
             raise RuntimeError(answer.message)
         # the step thread rests: nothing else is in its queue

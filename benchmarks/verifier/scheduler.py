@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -43,10 +44,10 @@ def rows_per_second(model: LoadedModel, runner: CudaRunner) -> dict[str, Any]:
         ]
         verifier.start()
         began = time.perf_counter()
-        verifier.verify(windows)
+        asyncio.run(verifier.verify(windows))
         prefilled = time.perf_counter()
         for _ in range(ROUNDS):
-            verifier.verify(windows)
+            asyncio.run(verifier.verify(windows))
         done = time.perf_counter()
         verifier.close()
         out[name] = {

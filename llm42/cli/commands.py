@@ -152,10 +152,10 @@ def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int
     if as_json:
         print(json.dumps(report.to_json()))
         return 0
-    replay = report.replay
+    found = report.comparison
     out.print(
-        f"[bold]{replay.mismatches_per_1000:.2f}[/] mismatches per 1,000 tokens ({replay.mismatches} of "
-        f"{replay.tokens}); {replay.equal_share:.1%} of the log-probabilities are equal."
+        f"[bold]{found.mismatches_per_1000:.2f}[/] mismatches per 1,000 tokens ({found.mismatches} of "
+        f"{found.tokens}); {found.equal_share:.1%} of the log-probabilities are equal."
     )
     out.print(
         f"Fast path {report.engine}: {requests} prompts, {concurrent} at a time. Fingerprint "

@@ -1,6 +1,6 @@
 """How near a fast path's bits are to the verifier's: the figure behind rollbacks.
 
-The fast path's own outputs are replayed through the verifier with every token before a position as the fast
+The fast path's own outputs go through the verifier with every token before a position as the fast
 path had it (teacher forcing). A *mismatch* is a position where the verifier would have chosen another token:
 each costs a rollback. The share of equal log-probabilities moves long before mismatches vanish, so it says
 which way a change of kernels leads."""
@@ -39,7 +39,7 @@ class Output:
 
 
 @dataclass(slots=True)
-class Replay:
+class Comparison:
     """What the verifier says to the outputs."""
 
     tokens: int = 0
@@ -71,31 +71,33 @@ class AffinityReport:
     fingerprint: str
     requests: int
     concurrent: int
-    replay: Replay
+    comparison: Comparison
     operator: OperatorDifference | None = None
     note: str = ""
     """Why no operator is named."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"replay": self.replay.to_json()}
+        found = asdict(self)
+        del found["comparison"]
+        return found | {"replay": self.comparison.to_json()}
 
 
-def replay_outputs(
+async def compare_outputs(
     verifier: Verifier,
     prompts: Sequence[Sequence[int]],
     outputs: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
     sampling: SamplingParams | None = None,
-) -> Replay:
-    """Teacher-forced replay through a started verifier. Raises VerificationFailed where it cannot answer."""
-    params, found = sampling or SamplingParams(), Replay(tokens=sum(map(len, outputs)))
+) -> Comparison:
+    """Teacher forcing through a started verifier. Raises VerificationFailed where it cannot answer."""
+    params, found = sampling or SamplingParams(), Comparison(tokens=sum(map(len, outputs)))
     # zip by the outputs: a probe may have answered the first prompts only
     waiting = [(i, 0) for i, output in enumerate(outputs) if output]
     while waiting:
         part, waiting = waiting[:WINDOWS_AT_ONCE], waiting[WINDOWS_AT_ONCE:]
         windows = [_window(i, begin, prompts[i], outputs[i], params) for i, begin in part]
-        for (i, begin), answer in zip(part, verifier.verify(windows), strict=True):
+        for (i, begin), answer in zip(part, await verifier.verify(windows), strict=True):
             if isinstance(answer, Failure):
                 raise VerificationFailed(answer.message)
             theirs = logprobs[i][begin : begin + answer.accepted]
@@ -108,7 +110,7 @@ def replay_outputs(
             if end < len(outputs[i]):
                 waiting.append((i, end))
             else:
-                verifier.release(f"replay-{i}")
+                verifier.release(f"compare-{i}")
     return found
 
 
@@ -116,7 +118,7 @@ def _window(
     index: int, begin: int, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams
 ) -> Window:
     tokens = (*prompt, *output[:begin])
-    return Window(f"replay-{index}", tokens, len(prompt), tuple(output[begin:]), sampling)
+    return Window(f"compare-{index}", tokens, len(prompt), tuple(output[begin:]), sampling)
 
 
 async def fast_outputs(
@@ -155,8 +157,8 @@ def measure_affinity(
     concurrent: int = 8,
     progress: Progress = lambda _: None,
 ) -> AffinityReport:
-    """Runs the configured fast path under load, replays its outputs, and compares operators where this
-    process can see them. Raises LLM42Error."""
+    """Runs the configured fast path under load, compares its outputs with the verifier's, and operators where
+    this process can see them. Raises LLM42Error."""
     from llm42.engine.torch.engine import TorchEngine
     from llm42.local.embedded import Embedded
     from llm42_kernels.cpu import cpu_operators
@@ -168,8 +170,9 @@ def measure_affinity(
         progress("Generating")
         outputs = asyncio.run(fast_outputs(embedded.generator, prompts, max_tokens, concurrent))
         progress("Replaying")
-        replay = replay_outputs(verifier, prompts, [o.tokens for o in outputs], [o.logprobs for o in outputs])
-        report = AffinityReport(settings.engine.kind, verifier.fingerprint, requests, concurrent, replay)
+        tokens, logprobs = [o.tokens for o in outputs], [o.logprobs for o in outputs]
+        found = asyncio.run(compare_outputs(verifier, prompts, tokens, logprobs))
+        report = AffinityReport(settings.engine.kind, verifier.fingerprint, requests, concurrent, found)
         engine = embedded.engine
         if not isinstance(engine, TorchEngine) or settings.model.device != "cpu":
             report.note = "operators are compared where both sides run in this process on CPU"

@@ -28,7 +28,7 @@ class LocalCanon:
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """Computed without the cache."""
-        return await self._verifier.verify_async(windows, cold=True)
+        return await self._verifier.verify(windows, cold=True)
 
     def regenerate(self, request: Request) -> AsyncIterator[Delta]:
         """Through the engine, decided by the verifier."""

@@ -10,7 +10,6 @@ from llm42.checkpoint.description import load_tokenizer
 from llm42.checkpoint.load import require_device
 from llm42.config import Settings
 from llm42.engine.build import build_engine
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Delta, Request
 from llm42.session.driver import Generator
 from llm42.telemetry.metrics import Metrics, NullMetrics
@@ -67,8 +66,9 @@ class Embedded:
             if self.verifier is not None:
                 self.verifier.close()
             raise
-        client = LocalVerifier(self.verifier) if self.verifier else None
-        self.generator = Generator(self.engine, self.tokenizer, settings, client, self.metrics, self._tracer)
+        self.generator = Generator(
+            self.engine, self.tokenizer, settings, self.verifier, self.metrics, self._tracer
+        )
         self._reporting = Reporting(self.verifier, settings, self.metrics) if self.verifier else None
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:

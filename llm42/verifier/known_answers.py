@@ -89,7 +89,7 @@ async def golden_answers(verifier: Verifier) -> str:
     try:
         while True:
             window = questions.send(answer) if answer else next(questions)
-            (answer,) = await verifier.verify_async([window], cold=True)
+            (answer,) = await verifier.verify([window], cold=True)
     except StopIteration as end:
         found: KnownAnswers = end.value
         return found.digest

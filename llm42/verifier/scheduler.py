@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Thread-safe front (`submit`, `verify`, `verify_async`, `release`) over a runner owned by one thread."""
+    """Thread-safe front (`submit`, `verify`, `release`) over a runner that one thread owns."""
 
     def __init__(
         self,
@@ -123,12 +123,8 @@ class Verifier:
         """Windows that wait to be admitted."""
         return self._entering + len(self._waiting)
 
-    def verify(self, windows: Seq[Window]) -> list[Answer]:
-        """Blocks until all are answered."""
-        return [f.result() for f in self._submit_all(windows, False)]
-
-    async def verify_async(self, windows: Seq[Window], cold: bool = False) -> list[Answer]:
-        """Awaits all answers."""
+    async def verify(self, windows: Seq[Window], cold: bool = False) -> list[Answer]:
+        """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
         return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
 
     def _submit_all(self, windows: Seq[Window], cold: bool) -> list[Future[Answer]]:

@@ -70,7 +70,7 @@ class LocalBackend:
         return FINGERPRINT, MANIFEST
 
     async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        return await self.verifier.verify_async(windows, cold=True)
+        return await self.verifier.verify(windows, cold=True)
 
     async def status(self) -> Status:
         return Status(serving=True)

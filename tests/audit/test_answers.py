@@ -124,7 +124,7 @@ class Canon(LocalCanon):
         try:
             if self.failures:
                 raise self.failures.pop()
-            return await self.verifier.verify_async(windows, cold=self.cold)
+            return await self.verifier.verify(windows, cold=self.cold)
         finally:
             self.running -= 1
 
@@ -225,7 +225,7 @@ async def test_what_the_verifier_gives_the_recorded_token_is_reported(lab: Lab, 
     receipt = Receipt.from_json(stored[0]["receipt"])
     assert receipt.prompt is not None
     asked = Window("top", receipt.prompt, receipt.prompt_len, (), receipt.sampling, 5)
-    (commit,) = verifier.verify([asked])
+    (commit,) = await verifier.verify([asked])
     assert isinstance(commit, Commit)
     token, logprob = next(x for x in commit.logprobs[0].top if x[0] != commit.next_token)
     flat = {"fingerprint": FINGERPRINT, "prompt": list(receipt.prompt), "output": [token]}

@@ -11,7 +11,7 @@ import pytest
 from llm42.cache import BlockPool
 from llm42.protocol import Delta, Request
 from llm42.session.machine import Session
-from tests.support import Lab, both_engines, collect, differences, request_of
+from tests.support import Lab, both_engines, collect, differences, request_of, verified
 
 
 async def told(lab: Lab, request: Request, verifier: object, engine: object) -> tuple[int, int]:
@@ -79,10 +79,10 @@ def test_a_request_under_anothers_id_gets_nothing_of_its_sequence(lab: Lab) -> N
     session.candidates(0, 0, (5,))
     window = session.due(10.0)
     assert window is not None
-    assert verifier.verify([window])[0].timings.cached_rows == 0  # type: ignore[union-attr]
+    assert verified(verifier, window)[0].timings.cached_rows == 0  # type: ignore[union-attr]
     other = replace(window, cache_salt="other")
-    assert verifier.verify([other])[0].timings.cached_rows == 0  # type: ignore[union-attr]
-    assert verifier.verify([other])[0].timings.cached_rows >= 64, "control: its own"  # type: ignore[union-attr]
+    assert verified(verifier, other)[0].timings.cached_rows == 0  # type: ignore[union-attr]
+    assert verified(verifier, other)[0].timings.cached_rows >= 64, "control: its own"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("salts", [("", "a"), ("a", "b"), ("a", "aa")])

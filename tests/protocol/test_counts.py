@@ -9,7 +9,6 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm42.cli.top import Interval, Page
-from llm42.local.client import LocalVerifier
 from llm42.local.embedded import Reporting
 from llm42.protocol import RequestStats
 from llm42.session.driver import Generator
@@ -29,7 +28,7 @@ async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
     engine, verifier = lab.engine(corrupt_share=0.2), lab.verifier().start()
     reporting = Reporting(verifier, lab.settings, metrics)
     settings = lab.settings.model_copy(update={"engine": engine.settings})
-    generator = Generator(engine, lab.tokenizer, settings, LocalVerifier(verifier), metrics)
+    generator = Generator(engine, lab.tokenizer, settings, verifier, metrics)
 
     async def one(index: int, deterministic: bool) -> RequestStats | None:
         request = replace(request_of(f"r{index}", index), deterministic=deterministic)
@@ -75,7 +74,7 @@ async def test_a_request_that_is_cancelled_is_counted_too(lab: Lab) -> None:
     """What was committed before the client left is in the counters, and the outcome says so."""
     metrics = PrometheusMetrics("tiny")
     engine, verifier = lab.engine(), lab.verifier().start()
-    generator = Generator(engine, lab.tokenizer, lab.settings, LocalVerifier(verifier), metrics)
+    generator = Generator(engine, lab.tokenizer, lab.settings, verifier, metrics)
     request = request_of("gone", 1)
     stream = Observed(request, metrics).run(generator.generate(request))
     first = await anext(stream)

@@ -14,7 +14,6 @@ import pytest
 
 from llm42.engine.base import EngineOutput
 from llm42.errors import VerificationFailed, VerifierUnavailable
-from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.sampling import Sampled
@@ -25,6 +24,7 @@ from llm42.verifier.scheduler import Verifier
 from tests.support import (
     AnyEngine,
     Lab,
+    Wrapped,
     answer_of,
     both_engines,
     check_blocks,
@@ -132,7 +132,7 @@ def test_control_a_client_that_stays_holds_memory(lab: Lab) -> None:
     assert not asyncio.run(hold())
 
 
-class Slow(LocalVerifier):
+class Slow(Wrapped):
     """One second per call."""
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:

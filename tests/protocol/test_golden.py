@@ -51,7 +51,7 @@ def test_a_running_verifier_is_tested_beside_its_work(lab: Lab) -> None:
 
     async def both() -> str:
         windows = [window_of(request_of(f"w{i}", i, length=30), []) for i in range(12)]
-        answers, golden = await asyncio.gather(verifier.verify_async(windows), golden_answers(verifier))
+        answers, golden = await asyncio.gather(verifier.verify(windows), golden_answers(verifier))
         assert all(isinstance(a, Commit) for a in answers)
         return golden
 

@@ -20,7 +20,6 @@ from llm42.cache import KVCache
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.errors import Overloaded
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.sampling import Sampled
 from llm42.session import driver
@@ -35,6 +34,7 @@ from tests.support import (
     Answer,
     AnyEngine,
     Lab,
+    Wrapped,
     both_engines,
     check_blocks,
     collect,
@@ -319,7 +319,7 @@ def test_a_client_that_leaves_while_a_step_runs_frees_everything(lab: Lab) -> No
     verifier._pool.check()
 
 
-class Gate(LocalVerifier):
+class Gate(Wrapped):
     """Answers nothing until it is opened."""
 
     def __init__(self, verifier: Verifier) -> None:

@@ -11,14 +11,13 @@ import pytest
 
 from llm42.config import ServerSettings
 from llm42.errors import Overloaded, VerifierUnavailable
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, Window
 from llm42.telemetry.metrics import NullMetrics
 from llm42_serve.ingress.ingress import RayBackend
-from tests.support import Lab, both_engines, collect, differences, request_of
+from tests.support import Lab, Wrapped, both_engines, collect, differences, request_of
 
 
-class Replaced(LocalVerifier):
+class Replaced(Wrapped):
     """After two windows another verifier, with another fingerprint, answers."""
 
     calls = 0
@@ -51,7 +50,7 @@ def test_control_one_fingerprint_goes_through(lab: Lab) -> None:
     assert differences(asyncio.run(collect(generator, request)), lab.oracle(request)) == []
 
 
-class Busy(LocalVerifier):
+class Busy(Wrapped):
     """Overloaded from the second window on."""
 
     calls = 0

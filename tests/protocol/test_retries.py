@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 
 from llm42.errors import Overloaded, RequestRejected, VerifierUnavailable
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Failure, Request, Window
 from llm42.session.driver import Generator
 from llm42.verifier.scheduler import Verifier
@@ -21,6 +20,7 @@ from tests.support import (
     SAMPLED,
     Answer,
     Lab,
+    Wrapped,
     both_engines,
     collect,
     differences,
@@ -31,7 +31,7 @@ from tests.support import (
 KINDS = (SAMPLED, PENALISED)
 
 
-class Unreliable(LocalVerifier):
+class Unreliable(Wrapped):
     """Every call is computed, but some answers are lost, some come when nobody waits any more, and some
     calls fail before or after the work is done."""
 
@@ -57,7 +57,7 @@ class Unreliable(LocalVerifier):
         return answers
 
 
-class AnswersTheOldWindow(LocalVerifier):
+class AnswersTheOldWindow(Wrapped):
     """A transport that gives a repeated call the answer of an earlier one, of whatever length."""
 
     first: Commit | Failure | None = None
@@ -114,7 +114,7 @@ def test_control_an_answer_to_an_older_window_is_noticed(lab: Lab) -> None:
         asyncio.run(collect(generator, request))
 
 
-class Silent(LocalVerifier):
+class Silent(Wrapped):
     """Never answers."""
 
     calls = 0
@@ -140,7 +140,7 @@ def test_a_verifier_that_never_answers_is_given_up_after_the_attempts(lab: Lab) 
     assert client.calls == 3
 
 
-class ThreeTimesDead(LocalVerifier):
+class ThreeTimesDead(Wrapped):
     """Refuses at once, more often than there are attempts, whenever a new window comes."""
 
     refusals, seen = 0, ""

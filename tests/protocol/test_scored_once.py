@@ -12,16 +12,15 @@ import pytest
 from llm42.api.choices import streams_of
 from llm42.api.deltas import interleave
 from llm42.errors import VerifierUnavailable
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, TokenLogprob, Window
 from llm42.session import prompt_scores
 from llm42.session.prompt_scores import scoring_windows
-from tests.support import Lab, request_of
+from tests.support import Lab, Wrapped, request_of
 
 CHUNK = 32
 
 
-class Unsteady(LocalVerifier):
+class Unsteady(Wrapped):
     """Loses the answer to some windows, after they have been computed."""
 
     def __init__(self, verifier: object, lose: Sequence[int] = ()) -> None:
@@ -37,7 +36,7 @@ class Unsteady(LocalVerifier):
         return found
 
 
-async def scores(lab: Lab, request: Request, client: LocalVerifier) -> tuple[TokenLogprob, ...]:
+async def scores(lab: Lab, request: Request, client: Wrapped) -> tuple[TokenLogprob, ...]:
     generator = lab.generator(lab.engine(), client)
     (only,) = [d async for d in generator.generate(replace(request, max_tokens=0))]
     assert only.fingerprint == "tiny"

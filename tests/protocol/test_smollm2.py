@@ -14,7 +14,6 @@ import pytest
 from llm42.checkpoint.fetch import fetch_smollm2
 from llm42.config import EngineSettings, Settings
 from llm42.engine.torch.engine import TorchEngine
-from llm42.local.client import LocalVerifier
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, RequestStats, SamplingParams, Window
 from llm42.session import driver
@@ -23,7 +22,7 @@ from llm42.session.machine import Action, Emit, Session
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, load_for
 from llm42.verifier.scheduler import Verifier
-from tests.support import ENGINES, AnyEngine, VllmPool
+from tests.support import ENGINES, AnyEngine, VllmPool, Wrapped, verified
 
 TOKENS = 28
 PROMPTS = ("Why is the sky blue?", "Explain recursion to a ten-year-old.", "Write a haiku about winter.")
@@ -57,7 +56,7 @@ class Lab:
         tokens, logprobs = list(request.prompt), []
         while len(tokens) < len(request.prompt) + TOKENS:
             window = Window("oracle", tuple(tokens), len(request.prompt), (), sampling)
-            (commit,) = self.judge.verify([window])
+            (commit,) = verified(self.judge, window)
             assert isinstance(commit, Commit)
             tokens.append(commit.next_token)
             logprobs.append(commit.logprobs[0].logprob)
@@ -102,10 +101,10 @@ def make_engine(request: pytest.FixtureRequest, lab: Lab) -> Iterator[MakeEngine
 
 
 def answers(
-    lab: Lab, engine: AnyEngine, sampling: SamplingParams, load: int, client: LocalVerifier | None = None
+    lab: Lab, engine: AnyEngine, sampling: SamplingParams, load: int, client: Wrapped | None = None
 ) -> tuple[list[Answer], list[RequestStats]]:
     """Every prompt at once among `load` best-effort streams."""
-    generator = Generator(engine, lab.tokenizer, lab.settings, client or LocalVerifier(lab.verifier))
+    generator = Generator(engine, lab.tokenizer, lab.settings, client or lab.verifier)
     rng = random.Random(load)
 
     async def noise(n: int) -> None:
@@ -170,7 +169,7 @@ def test_a_corrupt_fast_path_changes_nothing(
     assert all(s.rollbacks == s.windows for s in stats) or share < 1
 
 
-class AcceptsEverything(LocalVerifier):
+class AcceptsEverything(Wrapped):
     """A verifier that lets every candidate through."""
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from llm42.errors import RequestRejected
-from llm42.local.client import LocalVerifier
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.session.driver import Generator
 from tests.support import (
@@ -19,6 +18,7 @@ from tests.support import (
     SAMPLED,
     Answer,
     Lab,
+    Wrapped,
     answer_of,
     both_engines,
     collect,
@@ -73,7 +73,7 @@ def test_corrupt_candidates(lab: Lab, share: float) -> None:
         assert all(a.stats.rollbacks == a.stats.windows for a in answers)
 
 
-class AcceptsEverything(LocalVerifier):
+class AcceptsEverything(Wrapped):
     """Lets every candidate through."""
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
@@ -86,7 +86,7 @@ class AcceptsEverything(LocalVerifier):
         return list(made)
 
 
-class WrongBorder(LocalVerifier):
+class WrongBorder(Wrapped):
     """Takes the whole sequence for the prompt, as a rollback that loses prompt_len would."""
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:

@@ -10,6 +10,7 @@ import openai
 
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.verifier.scheduler import Verifier
+from tests.support import verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ def decode_alone(verifier: Verifier, prompt: list[int], sampling: SamplingParams
     logprobs: list[float] = []
     for _ in range(tokens):
         window = Window("oracle", (*prompt, *output), len(prompt), (), sampling)
-        (commit,) = verifier.verify([window])
+        (commit,) = verified(verifier, window)
         assert isinstance(commit, Commit), commit
         output.append(commit.next_token)
         logprobs.append(commit.logprobs[0].logprob)

@@ -100,7 +100,7 @@ class World:
         made._admission = admission_for(self.settings)
         made._pool = pool = VerifierPool(self.settings, NullMetrics())
         handle = SimpleNamespace(
-            verify=Call(lambda windows, cold: self.verifier.verify_async(windows, cold)),
+            verify=Call(lambda windows, cold: self.verifier.verify(windows, cold)),
             manifest=Call(lambda: dict(self.verifier.manifest)),
             release=SimpleNamespace(remote=self.verifier.release),
         )

@@ -1,7 +1,8 @@
-"""Affinity: the replay counts what was planted, the trace names the planted operator, settings, rounding."""
+"""Affinity: the comparison counts what was planted, the trace names the operator, settings, rounding."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from llm42 import fingerprint as fp
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
-from llm42.local.affinity import Output, replay_outputs
+from llm42.local.affinity import Comparison, Output, compare_outputs
 from llm42.local.affinity_trace import first_difference
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
@@ -25,7 +26,7 @@ from llm42_kernels import cpu
 from llm42_kernels.attention_cpu import attention_tiled
 from llm42_kernels.linear import rounded_head
 from llm42_kernels.operators import Operators
-from tests.support import VOCAB, Lab
+from tests.support import VOCAB, Lab, verified
 
 PROMPT = tuple(range(200, 230))
 STEP = 64
@@ -48,14 +49,17 @@ def parts(settings: Settings) -> Iterator[Parts]:
     verifier.close()
 
 
+def compared(*arguments: Any) -> Comparison:
+    return asyncio.run(compare_outputs(*arguments))
+
+
 @pytest.fixture(scope="module")
 def own(parts: Parts) -> Output:
     """What the verifier itself answers, 24 tokens."""
     out = Output(PROMPT)
     for _ in range(24):
-        (answer,) = parts[1].verify(
-            [Window("own", (*PROMPT, *out.tokens), len(PROMPT), (), SamplingParams())]
-        )
+        window = Window("own", (*PROMPT, *out.tokens), len(PROMPT), (), SamplingParams())
+        (answer,) = verified(parts[1], window)
         assert isinstance(answer, Commit)
         out.tokens.append(answer.next_token)
         out.logprobs.append(answer.logprobs[0].logprob)
@@ -63,7 +67,7 @@ def own(parts: Parts) -> Output:
 
 
 def test_the_verifiers_own_output_has_no_mismatch(parts: Parts, own: Output) -> None:
-    found = replay_outputs(parts[1], [PROMPT], [own.tokens], [own.logprobs])
+    found = compared(parts[1], [PROMPT], [own.tokens], [own.logprobs])
     assert (found.tokens, found.mismatches, found.equal) == (24, 0, 24)
     assert found.to_json()["equal_share"] == 1.0
 
@@ -77,11 +81,11 @@ def test_planted_tokens_and_log_probabilities_are_counted(parts: Parts, own: Out
         outputs.append(tokens)
         logprobs.append(own.logprobs)
     shifted = [x + 1e-3 for x in own.logprobs]
-    found = replay_outputs(parts[1], [PROMPT] * 3, [*outputs, own.tokens], [*logprobs, shifted])
+    found = compared(parts[1], [PROMPT] * 3, [*outputs, own.tokens], [*logprobs, shifted])
     assert found.tokens == 72
-    last = replay_outputs(parts[1], [PROMPT], outputs[1:], logprobs[1:])
+    last = compared(parts[1], [PROMPT], outputs[1:], logprobs[1:])
     assert (last.mismatches, last.equal) == (1, 23)
-    first = replay_outputs(parts[1], [PROMPT], outputs[:1], logprobs[:1])
+    first = compared(parts[1], [PROMPT], outputs[:1], logprobs[:1])
     assert first.mismatches >= 1, "the wrong first token, and what it leads to"
     assert found.mismatches == first.mismatches + 1, "log-probabilities alone are no mismatch"
     assert found.equal == first.equal + 23, "nor are shifted ones equal"
@@ -174,7 +178,7 @@ def test_the_settings_are_in_the_fingerprint_and_change_the_bits(
     rounding = build_verifier(rounded, model, tokenizer).start()
     try:
         assert rounding.fingerprint != verifier.fingerprint
-        found = replay_outputs(rounding, [PROMPT], [own.tokens], [own.logprobs])
+        found = compared(rounding, [PROMPT], [own.tokens], [own.logprobs])
     finally:
         rounding.close()
     assert found.equal < found.tokens / 2, "rounded logits give other log-probabilities"

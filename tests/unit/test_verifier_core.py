@@ -3,6 +3,7 @@ steps, releases and cancellations in a cache that is always too small; broken ve
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
@@ -458,7 +459,7 @@ def test_windows_are_taken_all_or_none() -> None:
     """Those before the one that is refused would be computed for nobody, in the middle of an overload."""
     verifier, shadow = verifier_of(max_waiting=3)
     with pytest.raises(Overloaded):
-        verifier.verify([window_of(f"{i}", [1]) for i in range(4)])
+        asyncio.run(verifier.verify([window_of(f"{i}", [1]) for i in range(4)]))
     drain(verifier)
     assert not shadow.steps
     assert verifier.stats().kv_held_blocks == 0

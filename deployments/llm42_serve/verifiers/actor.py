@@ -174,7 +174,7 @@ class VerifierActor:
     async def verify(self, windows: list[Window], cold: bool = False) -> list[Commit | Failure]:
         """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises
         VerifierUnavailable or Overloaded."""
-        return await self._ready().verify_async(windows, cold)
+        return await self._ready().verify(windows, cold)
 
     async def self_test(self) -> bool:
         """Whether the known answers that the fingerprint names are still what is computed."""
