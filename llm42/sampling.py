@@ -110,6 +110,13 @@ def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
 
 
+def is_plain(params: SamplingParams) -> bool:
+    """True where the canonical token is the argmax of the raw logits: stages 1 and 2 change nothing."""
+    adjusted = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    banned = params.min_tokens and params.min_tokens_banned
+    return is_greedy(params) and not (adjusted or params.logit_bias or banned)
+
+
 def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:
     """Stages 1 and 2: penalties, logit_bias, min_tokens. [V] float32 -> [V] float32 (the input is not
     changed)."""

@@ -19,6 +19,7 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from llm42.cache import BlockPool, KVCache
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import TorchEngine
@@ -38,7 +39,7 @@ from llm42.protocol import (
 from llm42.session.driver import Generator, VerifierClient
 from llm42.text.detokenizer import Detokenizer
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build import certificate_for, load_for
+from llm42.verifier.build import certificate_for
 from llm42.verifier.certify.cpu import Certificate
 from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.cpu.runner import CPURunner

@@ -26,11 +26,11 @@ from llm42_serve.launch import prepare_environment
 prepare_environment()
 
 from benchmarks.lib.report import Figure, arguments, report  # noqa: E402
+from llm42.checkpoint.load import load_for  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.engine.torch.engine import TorchEngine  # noqa: E402
 from llm42.protocol import Request, SamplingParams  # noqa: E402
 from llm42.session.driver import Generator  # noqa: E402
-from llm42.verifier.build import load_for  # noqa: E402
 from llm42_serve.launch import Service  # noqa: E402
 from tests.chaos.support import App, best_effort, deterministic, kill  # noqa: E402
 from tests.conftest import free_port  # noqa: E402

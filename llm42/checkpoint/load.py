@@ -1,4 +1,4 @@
-"""Loads a model from a GGUF file or a Hugging Face directory."""
+"""Loads a model, from a GGUF file or a Hugging Face directory, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
-from llm42.checkpoint.description import read_config, require_context
+from llm42.checkpoint.description import load_tokenizer, read_config, require_context
+from llm42.config import Settings
 from llm42.errors import LLM42Error, ModelFileError
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
 from llm42.models.gguf.source import GGUFSource
 from llm42.models.safetensors import SafetensorsSource
 from llm42.models.weights import LoadedModel, assemble
+from llm42.text.tokenizer import Tokenizer
 
 _CHUNK_BYTES = 1 << 22
 _SAMPLE_BYTES = 1 << 20
@@ -40,6 +42,13 @@ def require_device(device: str) -> None:
             f"model.device is cuda, but PyTorch {torch.__version__} {why}: install the GPU's driver or"
             " PyTorch's CUDA build, or set model.device to cpu"
         )
+
+
+def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
+    """The model and tokenizer that the settings name. Raises as `load_model`."""
+    m = settings.model
+    tokenizer = load_tokenizer(m)  # first: what it refuses, it refuses at once
+    return load_model(m.path, m.dtype, m.device, m.max_model_len), tokenizer
 
 
 def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) -> LoadedModel:

@@ -23,7 +23,7 @@ def build_engine(
     from llm42.engine.torch.engine import TorchEngine
 
     if model is None:
-        from llm42.verifier.build import load_for
+        from llm42.checkpoint.load import load_for
 
         model, _ = load_for(settings)
     return TorchEngine(model, settings.engine, operators).start()

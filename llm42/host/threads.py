@@ -1,4 +1,4 @@
-"""A thread's number of torch threads, and whether its device still answers."""
+"""How many threads the operators that a thread calls compute with: as set, and as observed."""
 
 from __future__ import annotations
 
@@ -81,14 +81,3 @@ def hold_threads(count: int) -> None:
 
 def _torch_library() -> str:
     return str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-
-
-def device_lost(device: str) -> bool:
-    """Whether the device answers no more: after a fault in a kernel every later call of the process fails."""
-    if not device.startswith("cuda"):
-        return False
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:  # torch.AcceleratorError is one
-        return True
-    return False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
 from llm42.local.embedded import Embedded
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.driver import Generator
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build import build_verifier, load_for
+from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, nullcontext
 
 from llm42.checkpoint.description import load_tokenizer
-from llm42.checkpoint.load import require_device
+from llm42.checkpoint.load import load_for, require_device
 from llm42.config import Settings
 from llm42.engine.build import build_engine
 from llm42.protocol import Delta, Request
@@ -15,7 +15,7 @@ from llm42.session.driver import Generator
 from llm42.telemetry.metrics import Metrics, NullMetrics
 from llm42.telemetry.request_metrics import Observed, VerifierReport
 from llm42.telemetry.tracing import make_tracer
-from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42.verifier.build import build_verifier, certificate_for
 from llm42.verifier.certify.cpu import Certificate, Progress
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cublas import workspace_for_children

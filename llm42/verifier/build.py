@@ -10,11 +10,11 @@ from typing import Any
 
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
-from llm42.checkpoint.description import load_tokenizer
-from llm42.checkpoint.load import load_model
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.fingerprint.environment import require_steady_kernels
-from llm42.host.threads import device_lost, hold_threads, set_threads, torch_threads, usable_threads
+from llm42.host.device import device_kind, device_lost
+from llm42.host.threads import hold_threads, set_threads, torch_threads, usable_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
@@ -32,16 +32,9 @@ from llm42.verifier.cuda.build import certify_on_cuda, cuda_runner, on_cuda, wit
 from llm42.verifier.known_answers import golden_answers_now
 from llm42.verifier.runner import Runner
 from llm42.verifier.scheduler import Verifier
-from llm42.verifier.sizes import device_kind, log_unused
+from llm42.verifier.sizes import log_unused
 
 log = logging.getLogger(__name__)
-
-
-def load_for(settings: Settings) -> tuple[LoadedModel, Tokenizer]:
-    """The model and tokenizer that the settings name."""
-    m = settings.model
-    tokenizer = load_tokenizer(m)  # first: what it refuses, it refuses at once
-    return load_model(m.path, m.dtype, m.device, m.max_model_len), tokenizer
 
 
 def certificate_for(

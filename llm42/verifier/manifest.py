@@ -16,8 +16,9 @@ from llm42.fingerprint.digests import digest
 from llm42.fingerprint.environment import steering_variables
 from llm42.fingerprint.libraries import library_versions, loaded_libraries, torch_build
 from llm42.fingerprint.source import code_hash
+from llm42.host.device import device_kind
 from llm42.models.weights import LoadedModel
-from llm42.verifier.sizes import REFERENCE_ROWS, device_kind
+from llm42.verifier.sizes import REFERENCE_ROWS
 
 SCHEDULE_VERSION = 1
 """Raised by hand when the canonical schedule changes in a way that the code hash would not show."""

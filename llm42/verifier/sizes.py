@@ -22,11 +22,6 @@ PROVIDER_ROWS = {
 reference."""
 
 
-def device_kind(device: str) -> str:
-    """`cpu` or `cuda`, of a torch device's name."""
-    return "cuda" if device.startswith("cuda") else "cpu"
-
-
 def beyond(configured: Iterable[int], kind: str) -> list[int]:
     """The configured sizes that are not among those over which providers are chosen."""
     return [rows for rows in configured if rows not in PROVIDER_ROWS[kind]]

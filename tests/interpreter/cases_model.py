@@ -12,7 +12,7 @@ from llm42.models.config import ModelConfig
 from llm42.models.rope import RopeSettings
 from llm42.models.weights import LayerWeights, LoadedModel, ModelWeights
 from llm42.protocol import SamplingParams
-from llm42.sampling import Draw, sample_row
+from llm42.sampling import Draw, is_plain, sample_row
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.cuda.forward import CudaForward
 from llm42.verifier.cuda.pack import Layout, StepPacker
@@ -20,7 +20,6 @@ from llm42.verifier.cuda.runner import _wishes
 from llm42.verifier.cuda.sampler import (
     alternatives,
     draw_rows,
-    is_plain,
     sample_step_device,
 )
 from llm42.verifier.runner import SequenceRows

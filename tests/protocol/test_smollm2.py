@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from llm42.checkpoint.fetch import fetch_smollm2
+from llm42.checkpoint.load import load_for
 from llm42.config import EngineSettings, Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.models.weights import LoadedModel
@@ -20,7 +21,7 @@ from llm42.session import driver
 from llm42.session.driver import Generator
 from llm42.session.machine import Action, Emit, Session
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build import build_verifier, load_for
+from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
 from tests.support import ENGINES, AnyEngine, VllmPool, Wrapped, verified
 

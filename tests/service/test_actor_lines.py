@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from llm42.checkpoint import load
 from llm42.config import Settings, TelemetrySettings
 from llm42.telemetry.logs import LOGGERS, configure
 from llm42.verifier import build
@@ -48,7 +49,7 @@ async def test_a_verifier_says_when_it_starts_has_certified_and_is_ready(
 ) -> None:
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
     verifier = SimpleNamespace(fingerprint="llm42-a", start=lambda: verifier, **usual)
-    monkeypatch.setattr(build, "load_for", lambda _: ("model", "tokenizer"))
+    monkeypatch.setattr(load, "load_for", lambda _: ("model", "tokenizer"))
     monkeypatch.setattr(build, "certificate_for", lambda *_, **__: SimpleNamespace(cached=True))
     monkeypatch.setattr(build, "build_verifier", lambda *_: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"))

@@ -18,13 +18,13 @@ from llm42.api.plan import Plan, plan
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.audit.question import Questions
 from llm42.audit.records import Claim
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import RequestRejected
 from llm42.protocol import Request, SamplingParams
 from llm42.session.driver import Generator
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build import load_for
 from tests.service.scripted import assert_error, client
 from tests.support import VOCAB, write_model
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llm42 import fingerprint as fp
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
 from llm42.local.affinity import Comparison, Output, compare_outputs
@@ -20,7 +21,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
 from llm42.verifier import manifest
-from llm42.verifier.build import build_verifier, load_for
+from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels import cpu
 from llm42_kernels.attention_cpu import attention_tiled

@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from llm42 import fingerprint as fp
-from llm42.checkpoint.load import load_model, sampled_identity
+from llm42.checkpoint.load import load_for, load_model, sampled_identity
 from llm42.cli.main import app
 from llm42.config import Settings
 from llm42.fingerprint import device, libraries
@@ -23,7 +23,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
-from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42.verifier.build import build_verifier, certificate_for
 from llm42.verifier.certify.cpu import (
     Certificate,
     CertificationFailed,
@@ -239,7 +239,7 @@ class TestFingerprint:
             after = manifest.inputs(model, settings, tokenizer.identity)
             assert list(fp.differing_fields(before, after)) == ["environment.MKL_CBWR"]
         for module, name, field in (
-            (fp, "code_hash", "code"),
+            (manifest, "code_hash", "code"),
             (device, "_cpu_name", "device.name"),
             (device, "_cpu_identity", "device.identity"),
             (libraries, "installed_version", "libraries."),
@@ -249,7 +249,7 @@ class TestFingerprint:
                 after = manifest.inputs(model, settings, tokenizer.identity)
                 assert all(f.startswith(field) for f in fp.differing_fields(before, after))
                 assert fp.digest(before) != fp.digest(after)
-        monkeypatch.setattr(fp, "SCHEDULE_VERSION", 99)
+        monkeypatch.setattr(manifest, "SCHEDULE_VERSION", 99)
         after = manifest.inputs(model, settings, tokenizer.identity)
         assert list(fp.differing_fields(before, after)) == ["schedule"]
 

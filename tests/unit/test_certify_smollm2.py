@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.build import load_for
 from llm42.verifier.certify.cpu import CertificationFailed, certify_cpu
 from llm42.verifier.certify.plants import PLANTS
 from llm42_kernels import cpu

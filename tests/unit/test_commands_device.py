@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from llm42.checkpoint import load
-from llm42.checkpoint.load import DeviceUnavailable
+from llm42.checkpoint.load import DeviceUnavailable, load_for
 from llm42.cli import main as cli
 from llm42.cli.errors import actionable
 from llm42.config import Settings
@@ -27,7 +27,6 @@ from llm42.engine.vllm import engine as vllm
 from llm42.errors import LLM42Error
 from llm42.local.demo import run_demo
 from llm42.verifier import build as verifier_build
-from llm42.verifier.build import load_for
 from llm42.verifier.certify.cpu import Certificate
 from llm42.verifier.certify.cuda import PLANTS as CUDA_PLANTS
 from llm42.verifier.certify.plants import PLANTS

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from llm42.cache import KVCache
+from llm42.checkpoint.load import load_for
 from llm42.config import EngineSettings, Settings
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.batch import BatchRunner, FusedAttention, PlainAttention, Rows
@@ -23,7 +24,6 @@ from llm42.errors import Overloaded, RequestRejected
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Request, SamplingParams
 from llm42.sampling import draw
-from llm42.verifier.build import load_for
 from llm42_kernels.cpu import cpu_operators
 from tests.support import Client, prompt_of, torch_threads, write_model
 

@@ -25,9 +25,9 @@ from tests.support import write_model
 
 SCRIPT = """
 import json, sys
-from llm42 import fingerprint as fp
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
-from llm42.verifier.build import load_for
+from llm42.verifier import manifest
 verifier = {"threads": int(sys.argv[2])}
 s = Settings.load({"model": {"path": sys.argv[1], "max_model_len": 64}, "verifier": verifier})
 model, tokenizer = load_for(s)
@@ -237,7 +237,8 @@ def test_kernels_chosen_by_the_clock_are_refused(name: str, monkeypatch: pytest.
 def test_tunable_op_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from llm42.verifier.build import build_verifier, certificate_for, load_for
+    from llm42.checkpoint.load import load_for
+    from llm42.verifier.build import build_verifier, certificate_for
 
     settings = Settings.load({"model": {"path": str(write_model(tmp_path)), "max_model_len": 64}})
     model, tokenizer = load_for(settings)

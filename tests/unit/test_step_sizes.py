@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from llm42 import fingerprint as fp
+from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
-from llm42.verifier.build import build_verifier, certificate_for, load_for
+from llm42.verifier.build import build_verifier, certificate_for
 from llm42.verifier.certify import steps as step_checks
 from llm42.verifier.certify.cpu import CertificationFailed
 from llm42.verifier.scheduler import Verifier

@@ -12,12 +12,12 @@ import pytest
 
 from llm42 import protocol
 from llm42.api.backend import Status
+from llm42.checkpoint.load import load_for
 from llm42.config import EngineSettings, Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VersionSkew
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Delta, FinishReason, Request, RequestStats, SamplingParams, Window
-from llm42.verifier.build import load_for
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.support import Client, prompt_of, write_model

@@ -120,8 +120,8 @@ class VerifierActor:
                 pause = min(2 * pause, RETRY_MAX_S)
 
     def _build(self) -> Verifier:
-        from llm42.checkpoint.load import sampled_identity
-        from llm42.verifier.build import build_verifier, certificate_for, load_for
+        from llm42.checkpoint.load import load_for, sampled_identity
+        from llm42.verifier.build import build_verifier, certificate_for
 
         found = sampled_identity(self._settings.model.path)
         if self._model_identity not in (None, found):

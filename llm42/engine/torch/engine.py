@@ -23,7 +23,8 @@ from llm42.engine.limits import require_known_ids, require_room
 from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.engine.torch.running import Running
 from llm42.errors import Overloaded
-from llm42.host.threads import device_lost, set_threads
+from llm42.host.device import device_lost
+from llm42.host.threads import set_threads
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Request, TokenLogprob
 from llm42.sampling import draw, token_logprob

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
-from llm42.sampling import is_greedy
+from llm42.sampling import is_greedy, is_plain
 
 EXTRA_ARG = "llm42_draw"
 """Key in vLLM's SamplingParams.extra_args: which canonical draw a request asks for."""
@@ -45,20 +45,13 @@ def arguments_of(
     }
     if request.deterministic:
         arguments["temperature"] = 0.0
-        if sampled_agreement and not is_plain_argmax(request.sampling):
+        if sampled_agreement and not is_plain(request.sampling):
             p = request.sampling
             p = dataclasses.replace(p, top_k=min(p.top_k, _LARGEST), min_tokens=min(p.min_tokens, _LARGEST))
             draw = dataclasses.asdict(p)
             arguments["extra_args"] = {EXTRA_ARG: {"prompt_len": len(request.prompt), "sampling": draw}}
         return arguments
     return arguments | _own_sampler(request, done, seeds)
-
-
-def is_plain_argmax(params: SamplingParams) -> bool:
-    """True where the canonical token is the argmax of the raw logits."""
-    adjusted = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    banned = params.min_tokens and params.min_tokens_banned
-    return is_greedy(params) and not (adjusted or params.logit_bias or banned)
 
 
 def _own_sampler(request: Request, done: int, seeds: bool) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
-from llm42.sampling import Draw, Sampled
+from llm42.sampling import Draw, Sampled, is_plain
 from llm42.verifier.cuda.forward import CudaForward
 from llm42.verifier.cuda.pack import HostBuffers, Layout, StepPacker
-from llm42.verifier.cuda.sampler import alternatives, draw_rows, is_plain, sampled
+from llm42.verifier.cuda.sampler import alternatives, draw_rows, sampled
 from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import flash_shape, make_attention

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llm42.protocol import SamplingParams, TokenLogprob
-from llm42.sampling import Draw, Sampled, is_greedy
+from llm42.sampling import Draw, Sampled, is_greedy, is_plain
 from llm42_kernels.sampling import (
     RowStats,
     gumbel_argmax,
@@ -29,21 +29,6 @@ ROWS_AT_ONCE = 64
 
 
 Restrict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def is_plain(params: SamplingParams) -> bool:
-    """True where the canonical token is the argmax of the raw logits."""
-    return is_greedy(params) and not _is_adjusted(params)
-
-
-def _is_adjusted(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-        or (params.min_tokens_banned and params.min_tokens)
-    )
 
 
 def sample_step_device(logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict) -> list[Sampled]:
