@@ -4,14 +4,16 @@ bit of an output."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from llm42.cache import BlockPool
-from llm42.protocol import Delta, Request
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.machine import Session
-from tests.support import Lab, both_engines, collect, differences, request_of, verified
+from llm42.session.verify_call import VerifierClient
+from tests.support import Lab, Wrapped, both_engines, collect, differences, request_of, verified
 
 
 async def told(lab: Lab, request: Request, verifier: object, engine: object) -> tuple[int, int]:
@@ -45,10 +47,9 @@ def test_what_is_cached_under_another_salt_is_not_found(lab: Lab) -> None:
                 assert min(engine_had, verifier_had) >= 64
 
 
-def test_the_salt_changes_nothing_else(lab: Lab) -> None:
-    """Outputs and log-probabilities are the oracle's over caches that hold other salts' blocks."""
-    engine, verifier = lab.engine(corrupt_share=0.2), lab.verifier(1024).start()
-    generator = lab.generator(engine, verifier)
+def changed_by_salts(lab: Lab, verifier: VerifierClient) -> list[str]:
+    """How outputs and log-probabilities differ from the oracle's over caches with blocks of other salts."""
+    generator = lab.generator(lab.engine(corrupt_share=0.2), verifier)
     requests = [
         request_of(f"r{i}", i % 2, 60, 24, cache_salt=salt, prompt_logprobs=1)
         for i, salt in enumerate(("", "a", "a", "b", "", "b"))
@@ -57,10 +58,31 @@ def test_the_salt_changes_nothing_else(lab: Lab) -> None:
     async def together() -> list[object]:
         return list(await asyncio.gather(*(collect(generator, r) for r in requests)))
 
+    found: list[str] = []
     for _ in range(2):
         for request, got in zip(requests, asyncio.run(together()), strict=True):
             want = lab.oracle(replace(request, cache_salt="", prompt_logprobs=None))
-            assert differences(got, want) == []  # type: ignore[arg-type]
+            found += differences(got, want)  # type: ignore[arg-type]
+    return found
+
+
+def test_the_salt_changes_nothing_else(lab: Lab) -> None:
+    assert changed_by_salts(lab, lab.verifier(1024).start()) == []
+
+
+class SaltInTheSeed(Wrapped):
+    """Draws with a seed that the salt has a part in."""
+
+    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        salted = [
+            replace(w, sampling=replace(w.sampling, seed=w.sampling.seed + len(w.cache_salt)))
+            for w in windows
+        ]
+        return await super().verify(salted)
+
+
+def test_control_a_salt_that_changes_the_noise_is_noticed(lab: Lab) -> None:
+    assert changed_by_salts(lab, SaltInTheSeed(lab.verifier(1024).start()))
 
 
 def test_every_window_carries_the_salt(lab: Lab) -> None:

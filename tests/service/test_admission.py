@@ -130,6 +130,14 @@ async def test_best_effort_does_not_wait_for_verifiers() -> None:
             await asyncio.wait_for(stack.enter_async_context(made.place(False)), 1)
 
 
+async def test_control_deterministic_requests_do() -> None:
+    made = admission(places=8)
+    made.deterministic_limit = 1.0
+    async with made.place(True):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(made.place(True).__aenter__(), 0.05)
+
+
 def scaler(**changes: Any) -> Scaler:
     return Scaler(**({"least": 1, "most": 3, "target_queue_s": 0.5, "scale_down_s": 60.0} | changes))
 
