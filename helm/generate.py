@@ -1,4 +1,4 @@
-"""Writes what the chart repeats of other files: the settings in values.schema.json, from llm42/config.py, and
+"""Writes what the chart repeats of other files: the settings in values.schema.json, from llm42/config/, and
 the table of values in README.md, from the comments of values.yaml.
 
     python helm/generate.py            writes

@@ -1,6 +1,6 @@
 """Request bodies of the OpenAI dialects: types, ranges, and fields that go together.
 
-fields.py has the rule for those that are not here.
+other_fields.py has the rule for those that are not here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary frequencies: plain, linear, Llama 3 and YaRN scaling, as transformers defines them, but in float64.
 
-Sources: transformers `modeling_rope_utils.py`; YaRN: Peng et al., arXiv 2309.00071. PyTorch is imported where
+Sources: `modeling_rope_utils` of transformers; YaRN: Peng et al., arXiv 2309.00071. PyTorch is imported where
 it computes: a configuration is read in processes that compute nothing.
 """
 

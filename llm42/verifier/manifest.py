@@ -68,5 +68,5 @@ def certificate_key(known: Mapping[str, Any], settings: Settings) -> str:
 
 
 def complete(known: Mapping[str, Any], providers: Mapping[str, str], golden: str) -> dict[str, Any]:
-    """Inputs and outcome of certification, and the digest of the known answers (verifier/golden.py)."""
+    """Inputs and outcome of certification, and the digest of the known answers (known_answers.py)."""
     return {**known, "providers": dict(providers), "golden": golden}

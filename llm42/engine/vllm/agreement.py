@@ -1,6 +1,6 @@
 """The canonical draw on the fast path's own logits: which token a sampled request proposes.
 
-Needs no vLLM, so it is tested without; vllm_draw.py puts it into vLLM's step.
+Needs no vLLM, so it is tested without; draw.py puts it into vLLM's step.
 """
 
 from __future__ import annotations

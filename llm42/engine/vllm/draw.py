@@ -1,7 +1,7 @@
 """A vLLM logits processor that makes deterministic requests propose the canonical sampler's tokens.
 
 vLLM loads it in its engine process when `engine.vllm.sampled_agreement` is on. A row that asks for it
-(vllm_sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it:
+(sampling.py) is replaced by one in which only the drawn token is possible, so vLLM's argmax picks it:
 the candidate is the canonical token whenever the logits lead to it. Other rows are not touched.
 """
 

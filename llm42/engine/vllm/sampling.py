@@ -7,7 +7,7 @@ Deterministic requests. What vLLM proposes only has to be a good guess at the ca
 - At a higher temperature the canonical token depends on noise that vLLM's sampler does not know. The best
   guess without it is again the argmax: it is right with the probability of the most likely token, p_max,
   which no sample of vLLM's own can beat (that would be right with the sum of all p squared). So about
-  1 / (1 - p_max) tokens pass before a rollback. With `engine.vllm.sampled_agreement` vllm_draw.py applies
+  1 / (1 - p_max) tokens pass before a rollback. With `engine.vllm.sampled_agreement` draw.py applies
   the canonical sampler.
 
 Best-effort requests get vLLM's own sampler with exactly what the client asked for.
@@ -35,7 +35,7 @@ def arguments_of(
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams for what is left after `done` output tokens.
 
-    sampled_agreement: vllm_draw.py is loaded. seeds: vLLM can take a request's seed.
+    sampled_agreement: draw.py is loaded. seeds: vLLM can take a request's seed.
     """
     arguments: dict[str, Any] = {
         "max_tokens": request.max_tokens - done,
