@@ -1,9 +1,10 @@
 """The decode-verify-rollback session of one deterministic request: a state machine without clocks, threads
 or I/O.
 
-Events go in (`candidates`, `commit`), actions come out. Nothing but `commit` adds to `committed`, and only
-committed tokens are ever emitted. Which window is sent when depends on timing; what a window's answer is
-does not, so the output is a function of the request and the verifier's fingerprint.
+Events go in (`candidates`, `commit`), actions come out. `committed` begins with what the client has already
+(`Request.output`). Nothing but `commit` adds to it, through `_append`, and only what was added is ever
+emitted. Which window is sent when depends on timing; what a window's answer is does not, so the output is a
+function of the request and the verifier's fingerprint.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Session:
         return length, len(self.committed) + len(self.proposed) >= self.limit
 
     def _append(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Emit:
-        """Adds verified tokens until the output ends; what lies beyond the end is dropped."""
+        """The one place that lets tokens out: adds verified ones until the output ends, drops the rest."""
         used = 0
         for token in tokens:
             self.committed.append(token)

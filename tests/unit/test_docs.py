@@ -45,19 +45,19 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in found}
 
 
-def defined(file: Path) -> set[str]:
-    """Names that a module defines, those in its classes with the class's name before them."""
+def defined(file: Path) -> dict[str, int]:
+    """Names that a module defines, those in its classes with the class's name before them -> their lines."""
 
-    def inside(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    def inside(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, int]]:
         for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield prefix + node.name
+                yield prefix + node.name, node.lineno
             if isinstance(node, ast.ClassDef):
                 yield from inside(node.body, f"{prefix}{node.name}.")
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            yield from (prefix + t.id for t in targets if isinstance(t, ast.Name))
+            yield from ((prefix + t.id, node.lineno) for t in targets if isinstance(t, ast.Name))
 
-    return set(inside(ast.parse(file.read_text()).body, ""))
+    return dict(inside(ast.parse(file.read_text()).body, ""))
 
 
 def faults(root: Path) -> list[str]:
@@ -71,9 +71,12 @@ def faults(root: Path) -> list[str]:
             elif fragment and file.suffix == ".md" and fragment not in headings(file):
                 found.append(f"{where} has no such heading")
             elif label.startswith("`") and file.suffix == ".py":
-                name = label.strip("`").removesuffix("()")
-                if name not in defined(file) and not str(file).endswith(name):
+                name = label.strip("`")
+                line = defined(file).get(name)
+                if line is None and not str(file).endswith(name):
                     found.append(f"{where} does not define {name}")
+                elif fragment not in ("", f"L{line}"):
+                    found.append(f"{where}: {name} is in line {line}")
     there = [f"/{f.relative_to(root).as_posix()}" for d in FOLDERS for f in (root / d).rglob("*.*")]
     there += [f"/{file.name}" for file in root.glob("*.*")]
     for file in [*pages(root), *(f for source in SOURCES for f in (root / source).rglob("*.py"))]:
@@ -93,9 +96,10 @@ def test_links_names_and_paths_exist() -> None:
         ("[a page](docs/gone.md)", "leads nowhere"),
         ("[a part](docs/page.md#lost)", "no such heading"),
         ("[`Session.lost`](llm42/machine.py)", "does not define Session.lost"),
+        ("[`Session.commit`](llm42/machine.py#L3)", "Session.commit is in line 4"),
         ("It is in `llm42/gone.py`.", "names llm42/gone.py"),
         ("[`Session.commit`](llm42/machine.py) [x](docs/page.md#the-rule) `llm42/machine.py`", ""),
-        ("[`LIMIT`](llm42/machine.py) [`machine.py`](llm42/machine.py) [x](https://example.org)", ""),
+        ("[`LIMIT`](llm42/machine.py#L1) [`machine.py`](llm42/machine.py) [x](https://example.org)", ""),
     ],
 )
 def test_a_planted_fault_is_found(text: str, fault: str, tmp_path: Path) -> None:
