@@ -3,8 +3,10 @@
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call gives the
 four words of vocabulary ids 4 j .. 4 j + 3:
 
-    counter = (j, position & 0xFFFFFFFF, position >> 32, 0)      key = (seed & 0xFFFFFFFF, (seed >> 32) &
-    0xFFFFFFFF) u = (word + 0.5) / 2^32          gumbel = -ln(-ln u)          both in float64
+    counter = (j, position & 0xFFFFFFFF, position >> 32, 0)
+    key     = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    u       = (word + 0.5) / 2^32                              in float64
+    gumbel  = -ln(-ln u)                                       in float64
 """
 
 from __future__ import annotations

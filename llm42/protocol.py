@@ -42,7 +42,7 @@ class FinishReason(StrEnum):
 @across_releases
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is drawn from the logits (docs/determinism.md, "Sampling").
+    """How the next token is drawn from the logits (docs/sampling.md).
 
     Neutral values switch a stage off: temperature 0 (greedy), top_k 0, top_p 1, min_p 0,
     repetition_penalty 1, presence and frequency penalty 0, empty logit_bias, min_tokens 0.
@@ -127,7 +127,7 @@ class Window:
     sampling: SamplingParams
     num_logprobs: int = 0
     score: bool = False
-    """The candidates are given, not guessed: all of them stand, each with its own log-probability."""
+    """The candidates are not to be checked but scored: all stand, each with its own log-probability."""
     cache_salt: str = ""
     """As the request's."""
 

@@ -1,12 +1,14 @@
 """Sampling as a pure function of one row's logits, the request's parameters and the tokens before it.
 
-Stages, in order (docs/determinism.md, "Sampling"), all in float32 unless said:
+Stages, in order (docs/sampling.md), all in float32 unless said:
 1. repetition penalty over prompt and output (l > 0 ? l / r : l * r), then frequency * count and presence
-   over the output are subtracted; 2. logit_bias is added, ids banned by min_tokens become -inf; 3.
-   division by temperature;
-4. top-k; 5. top-p over the softmax of what is left (float64 cumulative sum, the id that crosses p is kept);
-6. min-p: an id stays if value >= largest value + ln(min_p), in float64; 7. argmax of (value + Gumbel noise)
-   in float64.
+   over the output are subtracted;
+2. logit_bias is added, ids banned by min_tokens become -inf;
+3. division by temperature;
+4. top-k;
+5. top-p over the softmax of what is left (float64 cumulative sum, the id that crosses p is kept);
+6. min-p: an id stays if value >= largest value + ln(min_p), in float64;
+7. argmax of (value + Gumbel noise) in float64.
 A temperature below GREEDY_BELOW stops after stage 2 with a plain argmax (so small a divisor only overflows).
 Every tie, at a border too, goes to the lowest id.
 Log-probabilities are of the raw logits: float32 exponentials, float64 sum.

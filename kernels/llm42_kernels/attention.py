@@ -123,7 +123,8 @@ class TritonAttention:
         )  # fmt: skip
 
     def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor) -> None:
-        """Merges the segments of the tiles that `attend` computed in pieces."""
+        """Merges into out [T, Hq, D] the segments of the tiles that `attend` computed in pieces; items and
+        count int32 on the device."""
         from llm42_kernels.gpu import attention as gpu
         from llm42_kernels.gpu.launch import STRICT
 

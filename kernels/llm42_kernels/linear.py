@@ -42,7 +42,7 @@ def _finish(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def linear_mkl(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One float32 product over all T rows."""
+    """One float32 product over all T rows. x [T, K], weight [N, K] float32, bias [N] or None -> [T, N]."""
     return _finish(F.linear(x.float(), weight), bias, x.dtype)
 
 
@@ -54,7 +54,7 @@ def _product_tiled(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_mkl_tile(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Products of a constant TILE_ROWS rows."""
+    """Like linear_mkl, in products of TILE_ROWS rows."""
     return _finish(_product_tiled(x, weight), bias, x.dtype)
 
 
@@ -64,7 +64,7 @@ def _product_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One product per row."""
+    """Like linear_mkl, one product per row."""
     return _finish(_product_rows(x, weight), bias, x.dtype)
 
 

@@ -22,11 +22,16 @@ SiluMul = Callable[[Tensor], Tensor]
 class Operators:
     """Row-wise operators of a Llama-type decoder. T rows, activation dtype A, weight dtype W.
 
-    linear(x [T, K] A, weight [N, K] W, bias [N] or None) -> [T, N] A
-    rms_norm(x [T, H] A, residual [T, H] A or None, weight [H] W, eps) -> (normed [T, H] A, new residual
-    [T, H] A) rotary(q [T, Hq, D] A, k [T, Hk, D] A, positions [T] int64, cos_sin [P, D] float32) -> (q, k)
-    rotated silu_mul(x [T, 2 I] A) -> silu(x[:, :I]) * x[:, I:], [T, I] A
-    lm_head(x [R, H] A, weight [V, H] W, bias None) -> logits [R, V] float32
+    linear(x [T, K] A, weight [N, K] W, bias [N] or None)
+        -> [T, N] A
+    rms_norm(x [T, H] A, residual [T, H] A or None, weight [H] W, eps)
+        -> normed [T, H] A, new residual [T, H] A
+    rotary(q [T, Hq, D] A, k [T, Hk, D] A, positions [T] int64, cos_sin [P, D] float32)
+        -> q and k, rotated
+    silu_mul(x [T, 2 I] A)
+        -> silu(x[:, :I]) * x[:, I:], [T, I] A
+    lm_head(x [R, H] A, weight [V, H] W, bias None)
+        -> logits [R, V] float32
     """
 
     linear: Linear

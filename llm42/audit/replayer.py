@@ -116,7 +116,6 @@ class Replayer:
                 tasks.create_task(self._regenerate_all(again, found))
 
     # ---- what a claim asks for
-    # ---------------------------------------------------------------------------------------
 
     def _case(self, claim: Claim) -> _Case | Finding:
         """What is to be computed, or a finding where that is not needed."""
@@ -165,7 +164,6 @@ class Replayer:
         return Finding(*place, Verdict.OTHER_FINGERPRINT, reason, signature, fields=fields)
 
     # ---- replaying
-    # ---------------------------------------------------------------------------------------
 
     async def _replay_all(self, batches: Any, found: Callable[[Finding], None]) -> None:
         for batch in batches:
@@ -241,7 +239,6 @@ class Replayer:
         return replace(found, recorded_token_canonical_logprob=finite(answer.logprobs[0].logprob))
 
     # ---- generating again
-    # ---------------------------------------------------------------------------------------
 
     async def _regenerate_all(self, cases: Any, found: Callable[[Finding], None]) -> None:
         for case in cases:

@@ -33,7 +33,7 @@ DELTA_S = 0.0004
 """A replica sends at most one best-effort delta per so many seconds: each costs its process about half of
 that on the way to the client, and decoding needs the other half."""
 WHOLE_S = 5.0
-"""Deltas of a request whose client waits for the whole are that far apart; they only say that it lives."""
+"""Time between the deltas of a request whose client waits for the whole reply: they are keep-alives."""
 
 
 async def _outputs(inbox: Inbox) -> list[EngineOutput]:
@@ -110,8 +110,8 @@ class Generator:
         return max(interval_s, self._streams * DELTA_S) if request.stream else max(interval_s, WHOLE_S)
 
     def _hold_s(self, request: Request) -> float:
-        """How long they wait here. A stop string must be seen at once, or its request decodes on: tokens that
-        may hold one wait after they have been looked at (deployments/llm42_serve/replica/fastpath.py)."""
+        """How long tokens wait before their text is made. Not at all where there are stop strings: one must
+        be seen at once, or its request decodes on. The caller joins such deltas afterwards."""
         return 0.0 if request.stop else self.pause_s(request)
 
     async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:

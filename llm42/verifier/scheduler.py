@@ -72,7 +72,6 @@ class Verifier:
         """Told how long each step took, in seconds, on the step thread; must not raise."""
 
     # ---- front, any thread
-    # -------------------------------------------------------------------------------------
 
     def start(self) -> Verifier:
         """Starts the step thread."""
@@ -158,7 +157,6 @@ class Verifier:
         return s
 
     # ---- the step thread
-    # ---------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         try:

@@ -98,7 +98,6 @@ class Supervisor:
         self._task = asyncio.get_event_loop().create_task(self._run())
 
     # ---- called by replicas
-    # --------------------------------------------------------------------------------------
 
     async def membership(self) -> Membership:
         """Who is there; asking renews the lease."""
@@ -126,7 +125,6 @@ class Supervisor:
                 await self._kill(watched)
 
     # ---- the watch
-    # ---------------------------------------------------------------------------------------------
 
     @property
     def _wanted(self) -> list[Watched]:

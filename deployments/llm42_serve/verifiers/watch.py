@@ -1,4 +1,4 @@
-"""One verifier in the supervisor's eyes: its actor, what it said last and when, and whether it has hung."""
+"""The supervisor's view of one verifier: its actor, what it said last and when, and whether it has hung."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MISSES_ALLOWED = 3
 
 @dataclass(slots=True)
 class Watched:
-    """A verifier in the supervisor's eyes."""
+    """The supervisor's view of one verifier."""
 
     name: str
     watch: WatchSettings

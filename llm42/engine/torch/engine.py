@@ -58,7 +58,6 @@ class TorchEngine:
         self._closed = False
 
     # ---- any thread
-    # --------------------------------------------------------------------------------------------
 
     def start(self) -> TorchEngine:
         """Starts the loop's thread."""
@@ -115,7 +114,6 @@ class TorchEngine:
         )
 
     # ---- commands, engine thread
-    # -------------------------------------------------------------------------------
 
     def _enter(self, running: Running) -> None:
         request_id = running.request.request_id
@@ -186,7 +184,6 @@ class TorchEngine:
         running.blocks, running.keys, running.computed = [], [], 0
 
     # ---- the loop
-    # ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
         set_threads(engine_threads(self.settings))

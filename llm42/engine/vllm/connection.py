@@ -1,4 +1,5 @@
-"""Starts vLLM and talks to it: the only module that imports vllm, and it does so when an engine starts.
+"""Starts vLLM and talks to it: the only module of ours that imports vllm, when an engine
+starts. (draw.py is loaded by vLLM itself.)
 
 vLLM 0.26 and 0.27 are known to work. What is used of them: AsyncEngineArgs, AsyncLLM (from_engine_args,
 generate, abort, errored, shutdown, vllm_config), SamplingParams, tokens_input, and the stat-logger interface

@@ -66,7 +66,6 @@ class VllmEngine:
         self._thread: threading.Thread | None = None
 
     # ---- any thread
-    # --------------------------------------------------------------------------------------------
 
     def start(self) -> VllmEngine:
         """Starts vLLM and waits until it is ready (minutes for a large model). Raises EngineUnavailable."""
@@ -145,7 +144,6 @@ class VllmEngine:
             return True
 
     # ---- the loop's thread
-    # -------------------------------------------------------------------------------------
 
     def _run(self, ready: Future[None]) -> None:
         asyncio.set_event_loop(self._loop)

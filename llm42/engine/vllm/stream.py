@@ -40,8 +40,8 @@ class Stream:
     attempts: int = 0
     told: bool = False
     """vLLM has told what comes with a first output."""
-    news: dict[str, Any] = field(default_factory=dict)
-    """What goes with the next report of tokens."""
+    pending: dict[str, Any] = field(default_factory=dict)
+    """Fields of the next EngineOutput that has tokens."""
 
     @property
     def full(self) -> bool:
@@ -72,10 +72,12 @@ class Stream:
     def learn(self, output: Any) -> None:
         """Keeps what comes with a first output (a RequestOutput): vLLM tells it there, and never again."""
         self.told, request = True, self.request
-        self.news["cached_tokens"] = getattr(output, "num_cached_tokens", None)
+        self.pending["cached_tokens"] = getattr(output, "num_cached_tokens", None)
         if request.prompt_logprobs is not None and not request.deterministic and not request.output:
             found = (output.prompt_logprobs or [None])[1:]
-            self.news["prompt_logprobs"] = token_logprobs(request.prompt[1:], found, request.prompt_logprobs)
+            self.pending["prompt_logprobs"] = token_logprobs(
+                request.prompt[1:], found, request.prompt_logprobs
+            )
 
     def report(
         self,
@@ -91,7 +93,7 @@ class Stream:
         output = EngineOutput(
             self.request.request_id, self.epoch, start, tuple(tokens), logprobs, finish, error, param=param
         )
-        if tokens and self.news:
-            output = replace(output, **self.news)
-            self.news = {}
+        if tokens and self.pending:
+            output = replace(output, **self.pending)
+            self.pending = {}
         self.sink(output)

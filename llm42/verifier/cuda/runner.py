@@ -100,8 +100,7 @@ class CudaRunner:
                 self.capture()
         self.stream.synchronize()
 
-    # --- the contract
-    # ------------------------------------------------------------------------------------------
+    # ---- the contract
 
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
         """Computes the rows of `sequences`, at most `bucket`, padded to exactly `bucket`."""
@@ -161,8 +160,7 @@ class CudaRunner:
             row += count
         return out
 
-    # --- device work
-    # -------------------------------------------------------------------------------------------
+    # ---- device work
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -278,6 +276,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 @contextmanager
 def memory_advice() -> Iterator[None]:
+    """Says which settings to lower when the block runs out of GPU memory. Raises OutOfDeviceMemory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
