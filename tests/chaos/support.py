@@ -75,7 +75,7 @@ class App:
 
     async def health(self) -> dict[str, Any]:
         """What one ingress and one replica say."""
-        async with httpx.AsyncClient(timeout=30) as http:
+        async with httpx.AsyncClient(timeout=300) as http:
             try:
                 reply = await http.get(f"{self.url}/health")
                 return dict(reply.json())

@@ -134,7 +134,7 @@ def check(directory: Path, rules: list[Path], case: str, gone: list[dict[str, st
     document = {"rule_files": [str(f) for f in stripped], "evaluation_interval": "1m", "tests": tests}
     (directory / "case.yaml").write_text(yaml.safe_dump(document))
     command = [str(tool("promtool")), "test", "rules", str(directory / "case.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

@@ -32,7 +32,7 @@ def promtool() -> str:
 def run(promtool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """promtool's answer."""
     command = [promtool, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def changed(directory: Path, old: str, new: str) -> Path:

@@ -15,6 +15,9 @@ from llm42_serve.launch import Service, absolute
 from tests.conftest import SERVED
 from tests.service.served import Application
 
+WAIT_S = 900.0
+"""How long a test's client waits: a slow machine is no failure."""
+
 
 @pytest.fixture(scope="session", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
 def service(request: pytest.FixtureRequest, service: Service) -> Iterator[Service]:
@@ -36,14 +39,14 @@ def settings(service: Service) -> Settings:
 @pytest.fixture
 def client(service: Service) -> Iterator[openai.OpenAI]:
     """An OpenAI client that does not hide errors behind retries."""
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as made:
         yield made
 
 
 @pytest.fixture
 async def aclient(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     """The asynchronous one."""
-    made = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120)
+    made = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
     async with made:
         yield made
 

@@ -63,7 +63,7 @@ class ServeProcess:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
         try:
-            with DIRECT.open(urllib.request.Request(self.url + path, data, headers), timeout=60) as reply:
+            with DIRECT.open(urllib.request.Request(self.url + path, data, headers), timeout=300) as reply:
                 return reply.status, reply.headers.get_content_type(), reply.read()
         except urllib.error.HTTPError as error:
             return error.code, error.headers.get_content_type(), error.read()
@@ -76,7 +76,7 @@ class ServeProcess:
 
     def metrics(self) -> str:
         """The metrics page."""
-        with DIRECT.open(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=20) as reply:
+        with DIRECT.open(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=300) as reply:
             return str(reply.read().decode())
 
     def stop(self) -> int:

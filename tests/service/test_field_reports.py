@@ -270,7 +270,7 @@ async def test_r39_one_fingerprint_over_many_calls(
 async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> None:
     """An over-long prompt, a bad n, a bad type, all with stream: 4xx before any chunk."""
     wrong: list[dict[str, Any]] = [{"prompt": [1] * 5000}, {"n": 0}, {"temperature": "hot"}, {"best_of": 3}]
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=300) as http:
         for fields in wrong:
             body = {"model": model, "prompt": "x", "stream": True, **fields}
             reply = await http.post(f"{service.url}/v1/completions", json=body)
@@ -302,7 +302,7 @@ async def test_r55_an_idle_server_says_so(service: Service, model: str, aclient:
     async def leave(i: int) -> None:
         fields = body | {"deterministic": bool(i % 2)}
         async with (
-            httpx.AsyncClient(timeout=60) as http,
+            httpx.AsyncClient(timeout=300) as http,
             http.stream("POST", f"{service.url}/v1/completions", json=fields) as reply,
         ):
             async for _ in reply.aiter_lines():

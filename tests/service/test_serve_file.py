@@ -121,7 +121,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path, tree: Any, said: str) -
     place.mkdir()
     file = written(place, tree)
     command = [sys.executable, "-m", "llm42", "serve", "--config", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(said.format(file=file))

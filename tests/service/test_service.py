@@ -23,6 +23,7 @@ from llm42.verifier.scheduler import Verifier
 from llm42_serve.launch import APP_NAME, Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, verifier_names
+from tests.service.conftest import WAIT_S
 from tests.service.oracle import Answer, ask, decode_alone, noise
 
 pytestmark = pytest.mark.service
@@ -184,7 +185,7 @@ async def test_clients_that_leave_free_the_engines(
     }  # fmt: skip
 
     async def leave() -> None:
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=300) as http:
             if not stream:
                 await http.post(f"{service.url}/v1/completions", json=body, timeout=2.0)
                 return
@@ -242,7 +243,7 @@ def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, sett
     wanted = ("llm42_committed_tokens_total", "llm42_rollbacks_total", "llm42_verify_seconds_bucket")
     deadline = time.monotonic() + 25
     while True:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as reply:
             lines = reply.read().decode().splitlines()
         ours = [line for line in lines if 'deployment="FastPath"' in line]
         found = {w: [line for line in ours if line.startswith(f"ray_{w}")] for w in wanted}
@@ -294,7 +295,7 @@ async def test_beyond_the_bound_requests_are_refused(service: Service, settings:
         tasks = [asyncio.create_task(one(http)) for _ in range(total)]
         done: set[asyncio.Task[tuple[int, str | None]]] = set()
         while len(done) < 5:
-            done, _ = await asyncio.wait(tasks, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, timeout=300, return_when=asyncio.FIRST_COMPLETED)
             assert done, "nothing was refused"
             await asyncio.sleep(0.2)
         release.set()
@@ -352,12 +353,15 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     rogue = ray.remote(AcceptsEverything).options(
         name=verifier_name(Settings.load(tree)), namespace=NAMESPACE, lifetime="detached"
     )
-    manifest = httpx.get(f"{service.url}/v1/fingerprint", timeout=30).json()["manifest"]
+    manifest = httpx.get(f"{service.url}/v1/fingerprint", timeout=300).json()["manifest"]
     handle: Any = rogue.remote(manifest["request"])
     ray.get(handle.status.remote())
     await asyncio.to_thread(serve.run, build(tree), name="rogue", route_prefix="/rogue")
     client = openai.AsyncOpenAI(
-        base_url=f"http://{urlsplit(service.url).netloc}/rogue/v1", api_key="none", max_retries=0, timeout=120
+        base_url=f"http://{urlsplit(service.url).netloc}/rogue/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=WAIT_S,
     )
     model = settings.model.name
     await ask(client, model, prompt, 4)

@@ -99,7 +99,7 @@ async def test_another_process_confirms_them_with_a_verifier_of_its_own(
 async def test_the_fingerprint_is_served_with_the_manifest_that_it_hashes(
     service: Service, records: Lines
 ) -> None:
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=300) as http:
         reply = (await http.get(f"{service.url}/v1/fingerprint")).json()
     assert reply["fingerprint"] == fingerprint(reply["manifest"]) == service.health()["fingerprint"]
     assert Receipt.from_json(records[-2]).fingerprint == reply["fingerprint"]
@@ -107,7 +107,7 @@ async def test_the_fingerprint_is_served_with_the_manifest_that_it_hashes(
 
 async def test_replies_say_who_answered(service: Service, settings: Settings) -> None:
     body = {"model": settings.model.name, "prompt": "Hi", "max_tokens": 3, "deterministic": True}
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=300) as http:
         whole = await http.post(f"{service.url}/v1/completions", json=body)
         async with http.stream("POST", f"{service.url}/v1/completions", json=body | {"stream": True}) as s:
             streamed, text = s.headers, (await s.aread()).decode()

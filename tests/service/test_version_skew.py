@@ -124,7 +124,7 @@ class World:
         remote: Any = Remote(*(replicas or [self.replica()]))
         backend = RayBackend(remote, own, settings.server, NullMetrics())
         transport = httpx.ASGITransport(create_app(settings, tokenizer, backend))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as http:
             yield http
 
 
