@@ -21,7 +21,8 @@ from tokenizers.models import BPE
 from llm42.cache import BlockPool, KVCache
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
-from llm42.engine.base import EngineOutput
+from llm42.engine.base import Engine, EngineOutput
+from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.host.threads import set_threads, torch_threads
@@ -227,7 +228,7 @@ class VllmPool:
     def __init__(self) -> None:
         self._engines: dict[str, VllmEngine] = {}
 
-    def get(self, settings: Settings, corrupt_share: float = 0.0, **vllm: Any) -> VllmEngine:
+    def get(self, settings: Settings, **vllm: Any) -> VllmEngine:
         """An engine with these vLLM settings that nobody uses; started when there is none yet."""
         engine = {"kind": "vllm", "vllm": vllm_settings(**vllm)}
         wanted = Settings.load(settings.model_dump(mode="json") | {"engine": engine})
@@ -239,7 +240,6 @@ class VllmPool:
         found = self._engines[key]
         wait_until(lambda: not found._streams and found.load().kv_used == 0)
         assert not found._streams, "an earlier test has left a request behind"
-        found.settings = wanted.engine.model_copy(update={"corrupt_share": corrupt_share})
         return found
 
     def close(self) -> None:
@@ -252,10 +252,15 @@ class VllmPool:
 AnyEngine = TorchEngine | VllmEngine
 
 
-def check_blocks(engine: AnyEngine) -> None:
+def bare(engine: Any) -> Any:
+    """The engine itself, without the test plant around it."""
+    return engine.engine if isinstance(engine, CorruptingEngine) else engine
+
+
+def check_blocks(engine: Engine) -> None:
     """The torch engine's own accounting of its cache; vLLM's is its own affair."""
-    if isinstance(engine, TorchEngine):
-        engine._pool.check()
+    if isinstance(bare(engine), TorchEngine):
+        bare(engine)._pool.check()
 
 
 @dataclass
@@ -328,22 +333,29 @@ class Lab:
         self.parts.append(verifier)
         return verifier
 
-    def engine(self, model: LoadedModel | None = None, start: bool = True, **changes: Any) -> Any:
-        """A fast path. The torch engine's products depend on the batch, as GPU libraries' do, on every
-        machine; of the changes, vLLM takes corrupt_share, and for kv_tokens the least that it starts with."""
+    def engine(
+        self, model: LoadedModel | None = None, start: bool = True, corrupt_share: float = 0.0, **changes: Any
+    ) -> Any:
+        """A fast path; with a share, in the test plant. The torch engine's products depend on the batch, as
+        GPU libraries' do, on every machine; vLLM takes of the changes kv_tokens, as the least that it starts
+        with."""
+        made = self._engine(model, start, changes)
+        return CorruptingEngine(made, corrupt_share) if corrupt_share else made
+
+    def _engine(self, model: LoadedModel | None, start: bool, changes: dict[str, Any]) -> AnyEngine:
         if self.vllm is not None:
             assert model is None, "a test with a model of its own is not for vLLM"
             blocks = {"extra_args": {"num_gpu_blocks_override": 26}} if "kv_tokens" in changes else {}
-            return self.vllm.get(self.settings, changes.get("corrupt_share", 0.0), **blocks)
+            return self.vllm.get(self.settings, **blocks)
         settings = self.settings.engine.model_copy(update=changes)
         engine = TorchEngine(model or self.model, settings, batch_dependent(cpu_operators()))
         self.parts.append(engine)
         return engine.start() if start else engine
 
-    def generator(self, engine: AnyEngine, verifier: VerifierClient | None, **session: Any) -> Generator:
+    def generator(self, engine: Engine, verifier: VerifierClient | None, **session: Any) -> Generator:
         """A driver; keyword arguments change the session's settings."""
         changed = self.settings.session.model_copy(update=session)
-        settings = self.settings.model_copy(update={"session": changed, "engine": engine.settings})
+        settings = self.settings.model_copy(update={"session": changed, "engine": bare(engine).settings})
         return Generator(engine, self.tokenizer, settings, verifier)
 
     def oracle(self, request: Request) -> Answer:

@@ -75,7 +75,7 @@ def _placement(settings: Settings) -> dict[str, Any]:
         return {"ray_actor_options": actor}
     if settings.verifier.affinity == "vllm":  # the same products on both sides
         actor["runtime_env"] = {"env_vars": dict(CUBLAS_ENVIRONMENT)}
-    parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
+    parallel = engine.gpus_per_replica
     if parallel == 1:
         return {"ray_actor_options": actor | {"num_gpus": engine.gpus}}
     bundles = [{"CPU": 0.2, **engine.resources}, *({"CPU": 0.1, "GPU": engine.gpus} for _ in range(parallel))]

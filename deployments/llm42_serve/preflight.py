@@ -14,6 +14,7 @@ from typing import Any
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.config import Settings
+from llm42.engine.build import require_library
 from llm42.errors import LaunchFailed, LLM42Error
 from llm42.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
@@ -38,10 +39,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
         check_model(settings.model)
         Keyring.load(settings.audit)
         make_tracer(settings.telemetry, "preflight").close()
-        if settings.engine.kind == "vllm":
-            from llm42.engine.vllm.options import require_vllm
-
-            require_vllm()
+        require_library(settings.engine)
         if settings.model.device == "cuda":
             from llm42.checkpoint.load import require_device
 
@@ -56,7 +54,7 @@ def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
     import torch
 
     engine, server, found = settings.engine, settings.server, torch.cuda.device_count()
-    parallel = engine.vllm.tensor_parallel_size if engine.kind == "vllm" else 1
+    parallel = engine.gpus_per_replica
     free = [1.0] * found
     if _place(free, server.fastpath_replicas * parallel, engine.gpus):
         raise LaunchFailed(

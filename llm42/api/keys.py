@@ -113,10 +113,9 @@ def _most(share: float) -> int:
 
 def places(settings: Settings) -> float:
     """Deterministic outputs that one ingress process may have under way in all."""
-    engine, server = settings.engine, settings.server
-    batch = engine.vllm.max_num_seqs if engine.kind == "vllm" else engine.max_batch
+    server = settings.server
     replicas = max(server.fastpath_replicas, server.max_fastpath_replicas)
-    return batch * replicas / server.ingress_replicas
+    return settings.engine.places * replicas / server.ingress_replicas
 
 
 class KeyGate:

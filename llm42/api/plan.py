@@ -114,7 +114,7 @@ def plan(
         num_logprobs=_num_logprobs(body),
         deterministic=deterministic,
         # vLLM draws an unseeded request's noise by itself: no seed would repeat it
-        seed=seed if seeded or settings.engine.kind == "torch" else None,
+        seed=seed if seeded or settings.engine.draws_by_seed else None,
         prompts=prompts,
         requests=tuple(requests),
         receipt=receipt,
@@ -230,8 +230,7 @@ def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -
             " freely. Send it without determinism, or ask for JSON in the prompt.",
             "response_format",
         )
-    engine = settings.engine
-    if engine.kind != "vllm" or not engine.vllm.structured_outputs:
+    if not settings.engine.takes_schemas:
         raise RequestRejected(
             "response_format: this server's engine cannot constrain its output to JSON"
             " (engine.kind vllm with engine.vllm.structured_outputs can).",

@@ -120,24 +120,16 @@ class _Reader:
 
 def absolute(settings: Settings) -> Settings:
     """The same settings with absolute paths."""
-    exports = str(Path(settings.engine.vllm.export_dir).absolute())
-    vllm = settings.engine.vllm.model_copy(update={"export_dir": exports})
-    engine = settings.engine.model_copy(update={"vllm": vllm})
-    model = settings.model.model_copy(update={"path": str(Path(settings.model.path).absolute())})
-    if (template := model.chat_template) is not None:
-        model = model.model_copy(update={"chat_template": str(Path(template).absolute())})
-    where = settings.verifier.certificate_dir
-    cached = None if where is None else str(Path(where).absolute())
-    verifier = settings.verifier.model_copy(update={"certificate_dir": cached})
-    traces = str(Path(settings.telemetry.trace_dir).absolute())
-    telemetry = settings.telemetry.model_copy(update={"trace_dir": traces})
-    keys = {name: str(Path(file).absolute()) for name, file in settings.audit.keys.items()}
-    audit = settings.audit.model_copy(update={"keys": keys})
-    changes = {
-        "model": model,
-        "engine": engine,
-        "verifier": verifier,
-        "telemetry": telemetry,
-        "audit": audit,
-    }
-    return settings.model_copy(update=changes)
+    tree = settings.model_dump()
+    paths = (
+        (tree["model"], "path"),
+        (tree["model"], "chat_template"),
+        (tree["engine"]["vllm"], "export_dir"),
+        (tree["verifier"], "certificate_dir"),
+        (tree["telemetry"], "trace_dir"),
+        *((tree["audit"]["keys"], key) for key in settings.audit.keys),
+    )
+    for section, name in paths:
+        if section[name] is not None:
+            section[name] = str(Path(section[name]).absolute())
+    return Settings.load(tree)

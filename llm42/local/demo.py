@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from llm42.config import Settings, engine_threads
+from llm42.config import Settings
 from llm42.local.embedded import Embedded
 from llm42.protocol import Delta, Request, RequestStats, SamplingParams
 from llm42.session.driver import Generator
@@ -244,13 +244,13 @@ def run_demo(
 
 def _needs_stand_in(settings: Settings, certificate: Certificate) -> bool:
     """Whether this machine's ordinary products would show nothing: they do not depend on the batch."""
-    ordinary = settings.engine.kind == "torch" and settings.model.device == "cpu"
+    ordinary = settings.engine.shares_weights and settings.model.device == "cpu"
     return ordinary and not certificate.row_counts_matter
 
 
 def _products_label(settings: Settings, certificate: Certificate) -> str:
     """Whose products the fast path has, and why they may depend on the batch."""
-    if settings.engine.kind == "vllm":
+    if not settings.engine.shares_weights:
         return "vLLM's"
     if settings.model.device == "cuda":
         return (
@@ -265,6 +265,6 @@ def _numerics(settings: Settings) -> str:
     """The arithmetic in words, with the device's."""
     if settings.model.device == "cuda":
         return f"{settings.model.dtype} on a GPU, float32 accumulators"
-    engine = "" if settings.engine.kind == "vllm" else f"{engine_threads(settings.engine)} engine thread(s), "
+    engine = f"{settings.engine.thread_count} engine thread(s), " if settings.engine.shares_weights else ""
     verifier = f"{settings.verifier.threads} verifier thread(s)"
     return f"{settings.model.dtype} activations, float32 products, {engine}{verifier}"

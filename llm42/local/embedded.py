@@ -40,7 +40,7 @@ class Embedded:
         self.metrics, self._tracer = metrics or NullMetrics(), make_tracer(settings.telemetry, "embedded")
         progress("Loading the model")
         require_device(settings.model.device)
-        needed = deterministic or settings.engine.kind == "torch"  # vLLM has its own copy
+        needed = deterministic or settings.engine.shares_weights  # vLLM has its own copy
         loaded, self.tokenizer = load_for(settings) if needed else (None, load_tokenizer(settings.model))
         self.settings = settings
         self.verifier: Verifier | None = None
@@ -54,7 +54,7 @@ class Embedded:
             built = build_verifier(settings, loaded, self.tokenizer, self.certificate, tell)
             self.verifier, operators = built.start(), products(self.certificate)
         try:
-            if settings.engine.kind == "vllm":
+            if not settings.engine.shares_weights:
                 progress("Starting vLLM")
                 # in a service, too, it has the verifiers' environment only where their products shall agree
                 alike = settings.verifier.affinity == "vllm"

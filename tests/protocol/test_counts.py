@@ -15,7 +15,7 @@ from llm42.session.driver import Generator
 from llm42.telemetry import metrics as m
 from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.telemetry.request_metrics import Observed
-from tests.support import Lab, request_of
+from tests.support import Lab, bare, request_of
 
 
 def page_of(metrics: PrometheusMetrics) -> Page:
@@ -27,7 +27,7 @@ async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
     metrics = PrometheusMetrics("tiny")
     engine, verifier = lab.engine(corrupt_share=0.2), lab.verifier().start()
     reporting = Reporting(verifier, lab.settings, metrics)
-    settings = lab.settings.model_copy(update={"engine": engine.settings})
+    settings = lab.settings.model_copy(update={"engine": bare(engine).settings})
     generator = Generator(engine, lab.tokenizer, settings, verifier, metrics)
 
     async def one(index: int, deterministic: bool) -> RequestStats | None:

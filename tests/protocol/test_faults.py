@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llm42.engine.base import EngineOutput
+from llm42.engine.base import Engine, EngineOutput
 from llm42.errors import VerificationFailed, VerifierUnavailable
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
@@ -22,7 +22,6 @@ from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
 from tests.support import (
-    AnyEngine,
     Lab,
     Wrapped,
     answer_of,
@@ -78,7 +77,7 @@ def test_failing_steps_are_retried_to_the_oracles_answer(lab: Lab) -> None:
     assert answer.stats.verify_retries >= 2
 
 
-def nothing_held(engine: AnyEngine, verifier: Verifier) -> bool:
+def nothing_held(engine: Engine, verifier: Verifier) -> bool:
     load, stats = engine.load(), verifier.stats()
     engine_idle = load.running == load.waiting == load.kv_used == 0
     return engine_idle and stats.kv_held_blocks == stats.active == stats.waiting == stats.idle_sequences == 0
@@ -143,7 +142,7 @@ class Slow(Wrapped):
 class Recorder:
     """An engine that notes how far ahead of the last commit it decodes."""
 
-    def __init__(self, inner: AnyEngine) -> None:
+    def __init__(self, inner: Engine) -> None:
         self.inner, self.furthest, self.limit = inner, 0, 0
         self.settings = inner.settings
 

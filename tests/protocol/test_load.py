@@ -17,7 +17,7 @@ import torch
 
 from llm42 import cache
 from llm42.cache import KVCache
-from llm42.engine.base import EngineOutput
+from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.errors import Overloaded
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
@@ -32,7 +32,6 @@ from tests.support import (
     PENALISED,
     SAMPLED,
     Answer,
-    AnyEngine,
     Lab,
     Wrapped,
     both_engines,
@@ -69,14 +68,14 @@ def wrong(lab: Lab, answers: Sequence[Answer], requests: Sequence[Request]) -> l
     return [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))]
 
 
-def all_free(engine: AnyEngine, verifier: Verifier) -> bool:
+def all_free(engine: Engine, verifier: Verifier) -> bool:
     """Whether nothing is held, now."""
     load, stats = engine.load(), verifier.stats()
     busy = load.running, load.waiting, load.kv_used, stats.kv_held_blocks, stats.active, stats.waiting
     return not any((*busy, stats.idle_sequences))
 
 
-async def freed(engine: AnyEngine, verifier: Verifier, seconds: float = 1.0) -> bool:
+async def freed(engine: Engine, verifier: Verifier, seconds: float = 1.0) -> bool:
     """Whether nothing is held, within `seconds`."""
     end = time.monotonic() + seconds
     while not all_free(engine, verifier):
@@ -395,9 +394,11 @@ class PoisonedOnce(TorchEngine):
 
     poison = 501
 
-    def _plant(self, running: Running, token: int) -> int:
-        first = running.request.deterministic and running.output_len == 10 and running.epoch == 0
-        return self.poison if first else token
+    def _sample(self, running: Running, logits: torch.Tensor) -> None:
+        if running.request.deterministic and running.output_len == 10 and running.epoch == 0:
+            logits = torch.zeros_like(logits)
+            logits[self.poison] = 1.0
+        super()._sample(running, logits)
 
 
 def rollbacks_after_poison(lab: Lab, verifier: Verifier, request: Request) -> int:

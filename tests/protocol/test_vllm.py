@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from llm42.config import Settings
-from llm42.engine.base import EngineOutput
+from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.options import EngineUnavailable
 from llm42.engine.vllm.sampling import token_logprobs
@@ -30,6 +30,7 @@ from tests.support import (
     Answer,
     Lab,
     VllmPool,
+    bare,
     collect,
     differences,
     request_of,
@@ -124,8 +125,9 @@ def test_a_held_request_takes_no_place_and_nothing_goes_beyond_the_bound(lab: La
     engine.abort("held")
 
 
-def nothing_left(engine: VllmEngine) -> bool:
+def nothing_left(engine: Engine) -> bool:
     """Neither here nor inside vLLM."""
+    engine = bare(engine)
     connection = engine._connection
     assert connection is not None
     left = connection.llm.output_processor.get_num_unfinished_requests()

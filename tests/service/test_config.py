@@ -11,10 +11,11 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from llm42.config import GPU_DEFAULTS, Settings
+from llm42.config.generate import serve_config
+from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.app import build
-from llm42_serve.launch import absolute, read_serve_config
 from llm42_serve.preflight import require_free_port
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
@@ -34,11 +35,19 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
     assert app.import_path == "llm42_serve.app:build"
     written = leaves(app.args)
     defaults = leaves(Settings().model_dump(mode="json"))
-    assert set(defaults) - set(written) == {"server.host", "server.port"}, "these two are in http_options"
+    elsewhere = {"server.host", "server.port"}  # in http_options
+    assert set(defaults) - set(written) == elsewhere | {"engine.corrupt_share"}, "the test plant is not for it"
     by_device = {f"verifier.{name}" for name in GPU_DEFAULTS}
     assert {name for name, value in written.items() if value != defaults[name]} == by_device
     assert all(written[name] is None for name in by_device)
     assert read_serve_config(CONFIG) == absolute(Settings())
+
+
+def test_it_is_what_the_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONFIG.read_text() == serve_config(), "python -m llm42.config.generate > serve_config.yaml"
+    field = Settings.model_fields["session"].annotation.model_fields["lookahead"]  # type: ignore[union-attr]
+    monkeypatch.setattr(field, "description", "Another one.")
+    assert CONFIG.read_text() != serve_config(), "the control"
 
 
 def test_every_setting_has_a_comment_near_it() -> None:

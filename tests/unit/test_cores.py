@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llm42.config import EngineSettings, engine_threads
+from llm42.config import EngineSettings
 from llm42.host import cores
 from llm42.host.cores import cpu_quota, usable_cores
 
@@ -22,10 +22,10 @@ def test_a_mask_of_one_core_gives_one_thread(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     monkeypatch.setattr(cores, "cpu_quota", lambda: None)
-    assert engine_threads(EngineSettings()) == 1
+    assert EngineSettings().thread_count == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert engine_threads(EngineSettings()) == 8
-    assert engine_threads(EngineSettings(threads=3)) == 3
+    assert EngineSettings().thread_count == 8
+    assert EngineSettings(threads=3).thread_count == 3
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from llm42.engine.vllm.stream import Stream
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import FinishReason, SamplingParams
 from tests.support import wait_until
-from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, output_of, request_of
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, output_of, request_of
 
 
 class TellsNobody(VllmEngine):
@@ -249,28 +249,3 @@ def test_what_vllm_would_refuse_is_refused_at_once(make: Make, changes: dict[str
         scene.engine.submit(replace(request_of("r"), **changes), Client(), 64)
     assert caught.value.param
     assert scene.idle
-
-
-# ---- the test plant
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_corrupt_share_spoils_candidates_of_deterministic_requests_only(make: Make, share: float) -> None:
-    scene, request = make(corrupt_share=share), request_of("d")
-    client = scene.submit(request, 100)
-    best = request_of("b", deterministic=False, max_tokens=100)
-    other = scene.submit(best)
-    scene.steps(110)
-    right = continuation(request.prompt, 100)
-    spoiled = sum(a != b for a, b in zip(client.tokens, right, strict=True))
-    assert spoiled == {0.0: 0, 1.0: 100}.get(share, spoiled)
-    assert 0.15 < spoiled / 100 < 0.45 or share != 0.3
-    assert other.tokens == continuation(best.prompt, 100)
-
-
-def test_a_spoiled_end_token_does_not_stall_the_stream(make: Make) -> None:
-    end = continuation(request_of("d").prompt, 6)[5]
-    scene, request = make(corrupt_share=1.0), request_of("d", stop_token_ids=(end,))
-    client = scene.submit(request, 40)
-    scene.steps(60)
-    assert len(client.tokens) == 40

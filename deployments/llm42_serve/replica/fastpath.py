@@ -12,7 +12,7 @@ from ray import serve
 
 from llm42.api.backend import Status
 from llm42.api.deltas import coalesce
-from llm42.config import Settings, engine_threads
+from llm42.config import Settings
 from llm42.errors import LLM42Error, VerifierUnavailable, VersionSkew
 from llm42.fingerprint import request_facts
 from llm42.fingerprint.skew import Facts, require_agreement
@@ -31,17 +31,14 @@ REPORT_S = 1.0
 
 def admission_for(settings: Settings) -> Admission:
     """As many places as the engine decodes together; the rest waits outside of it, by class."""
-    engine, server = settings.engine, settings.server
-    places = engine.vllm.max_num_seqs if engine.kind == "vllm" else engine.max_batch
-    return Admission(places, server.max_queued, server.deterministic_share, settings.verifier.target_queue_s)
+    server, queue_s = settings.server, settings.verifier.target_queue_s
+    return Admission(settings.engine.places, server.max_queued, server.deterministic_share, queue_s)
 
 
 def devices_of(settings: Settings) -> float:
     """GPUs that a replica holds; without one, CPU threads of its engine."""
-    if settings.model.device == "cpu":
-        return engine_threads(settings.engine)
-    parallel = settings.engine.vllm.tensor_parallel_size if settings.engine.kind == "vllm" else 1
-    return parallel * settings.engine.gpus
+    engine = settings.engine
+    return engine.thread_count if settings.model.device == "cpu" else engine.gpus_per_replica * engine.gpus
 
 
 class FastPath:

@@ -1,5 +1,5 @@
 {{/*
-The Serve configuration, from values. `config` is the settings tree of llm42/config.py, passed through as it is: a new setting
+The Serve configuration, from values. `config` is the settings tree of llm42/config/, passed through as it is: a new setting
 needs no change here. The chart adds what it alone knows: paths, and numbers of processes.
 */}}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from llm42.cache import BlockPool, KVCache
-from llm42.config import EngineSettings, engine_threads
+from llm42.config import EngineSettings
 from llm42.engine.base import SAME_ID, EngineLoad, EngineOutput, Sink
 from llm42.engine.limits import require_known_ids, require_room
 from llm42.engine.torch.batch import BatchRunner, Rows
@@ -53,7 +52,6 @@ class TorchEngine:
         self._running: list[Running] = []
         self._waiting: list[Running] = []
         self._preemptions = self._steps = 0
-        self._corrupt = random.Random(0)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -186,7 +184,7 @@ class TorchEngine:
     # ---- the loop
 
     def _loop(self) -> None:
-        set_threads(engine_threads(self.settings))
+        set_threads(self.settings.thread_count)
         try:
             while not self._closed:
                 if not self.step():
@@ -345,7 +343,6 @@ class TorchEngine:
                 self._leave(request.request_id)
                 return
             token = 0  # any proposal will do: the verifier decides, and reports NaN itself
-        token = self._plant(running, token)
         lp = None
         if request.num_logprobs is not None and not request.deterministic:
             lp = token_logprob(logits, token, request.num_logprobs)
@@ -360,15 +357,6 @@ class TorchEngine:
         self._report(running, token, () if lp is None else (lp,), finish)
         if finish is not None:
             self._leave(request.request_id)
-
-    def _plant(self, running: Running, token: int) -> int:
-        """Test plant `engine.corrupt_share`: a wrong candidate now and then, in deterministic requests
-        only."""
-        share = self.settings.corrupt_share
-        if running.request.deterministic and share and self._corrupt.random() < share:
-            vocab = self.model.config.vocab_size
-            return (token + 1 + self._corrupt.randrange(vocab - 1)) % vocab
-        return token
 
     def _report(
         self,

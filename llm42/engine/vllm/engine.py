@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -56,7 +55,6 @@ class VllmEngine:
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count()  # ids are never used twice: an abort may still be on its way
-        self._corrupt = random.Random(0)
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -198,7 +196,7 @@ class VllmEngine:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.limit = limit
-            stream.release(self._plant)
+            stream.release()
             self._proceed(stream)
 
     def _roll_back(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
@@ -281,20 +279,12 @@ class VllmEngine:
                 self._streams.pop(stream.request.request_id, None)
             return True
         stream.surplus += tokens
-        stream.release(self._plant)
+        stream.release()
         if finish is None and not stream.full:
             return True
         stream.attempt = None
         self._proceed(stream)
         return False
-
-    def _plant(self, token: int) -> int:
-        """Test plant `engine.corrupt_share`: a wrong candidate now and then."""
-        assert self._connection is not None
-        share, vocab = self.settings.corrupt_share, self._connection.vocab_size
-        if share and self._corrupt.random() < share:
-            return (token + 1 + self._corrupt.randrange(vocab - 1)) % vocab
-        return token
 
     def _fail(self, stream: Stream, error: str, param: str | None = None) -> None:
         self._streams.pop(stream.request.request_id, None)

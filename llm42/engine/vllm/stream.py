@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -53,14 +53,11 @@ class Stream:
         self.output, self.count, self.epoch, self.limit = [*output], len(output), epoch, limit
         self.surplus, self.parked = [], False
 
-    def release(self, plant: Callable[[int], int]) -> None:
-        """Reports surplus tokens up to the bound, or to an end token, after which the stream parks.
-
-        plant: what becomes of each token (the engine's test plant).
-        """
+    def release(self) -> None:
+        """Reports surplus tokens up to the bound, or to an end token, after which the stream parks."""
         if self.full or not self.surplus:
             return
-        tokens = [plant(t) for t in self.surplus[: self.limit - self.count]]
+        tokens = self.surplus[: self.limit - self.count]
         del self.surplus[: len(tokens)]
         end = next((i for i, t in enumerate(tokens) if t in self.request.stop_token_ids), None)
         if end is not None:

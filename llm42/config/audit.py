@@ -1,0 +1,44 @@
+"""Settings of receipts and audits."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from llm42.config.section import Section
+
+
+class AuditSettings(Section):
+    """Receipts, and audits of stored answers (docs/audits.md)."""
+
+    keys: dict[str, str] = Field(
+        default_factory=dict,
+        description="Keys that sign receipts and check their signatures: id -> file with a secret of 16 bytes"
+        " or more. On a cluster the files must exist on every node. Keep old keys here as long as their"
+        " receipts shall be checked.",
+    )
+    signing_key: str | None = Field(
+        None, description="Id of the key that signs new receipts; null: receipts are not signed."
+    )
+    batch_tokens: int = Field(
+        4096, gt=0, description="Tokens that an audit sends to a verifier in one call (at least one answer)."
+    )
+    concurrency: int = Field(
+        2,
+        gt=0,
+        description="Such calls at a time: what audits may take of the verifiers. (Answers of which only text"
+        " or a hash was kept are generated again: eight times as many at a time.)",
+    )
+    max_window: int = Field(
+        2048,
+        gt=0,
+        description="Longest window of an audit, in candidates; a longer answer is replayed in several.",
+    )
+    max_records: int = Field(
+        1000, ge=32, description="Most records, and most answers in them, in one call of POST /v1/audit."
+    )
+
+    @model_validator(mode="after")
+    def _known_key(self) -> AuditSettings:
+        if self.signing_key is not None and self.signing_key not in self.keys:
+            raise ValueError(f"audit.signing_key {self.signing_key!r} is not one of audit.keys")
+        return self

@@ -1,0 +1,130 @@
+"""Settings of the fast path. What depends on the kind of engine is asked of the properties here, so that only
+this file and llm42/engine/build.py know the kinds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from llm42.config.section import TEST_PLANT, Section
+from llm42.host.cores import usable_cores
+
+
+class VllmSettings(Section):
+    """vLLM (`kind: vllm`). Of the other fields of `engine` it uses `gpus` and `resources`."""
+
+    dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
+        None, description="null: the model's dtype. Candidates agree best when it is the same."
+    )
+    gpu_memory_utilization: float = Field(
+        0.6,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for vLLM. A verifier on the same GPU needs the rest.",
+    )
+    max_num_seqs: int = Field(256, gt=0, description="Requests decoded together.")
+    max_num_batched_tokens: int | None = Field(
+        None, gt=0, description="Most tokens in one step; null: vLLM's default."
+    )
+    tensor_parallel_size: int = Field(1, gt=0, description="GPUs of a fast-path replica.")
+    enforce_eager: bool = Field(
+        False, description="Without compilation and CUDA graphs: starts faster, runs slower."
+    )
+    custom_ops: tuple[str, ...] = Field(
+        (),
+        description='Operators that vLLM does not compile, such as "+rms_norm" (its compilation custom_ops).',
+    )
+    sampled_agreement: bool = Field(
+        False,
+        description="Deterministic requests that do not decode greedily propose the canonical sampler's"
+        " tokens, through a logits processor of ours. It slows such requests down and may change vLLM's model"
+        " runner for all.",
+    )
+    structured_outputs: bool = Field(
+        False,
+        description="Best-effort requests may ask for JSON (response_format). On GPUs only; vLLM then loads"
+        " the tokenizer too.",
+    )
+    stall_s: float = Field(
+        300.0,
+        gt=0,
+        description="Seconds after which a vLLM that has requests and says nothing is taken for dead: its"
+        " replica is replaced.",
+    )
+    export_dir: str = Field(
+        ".cache/exports", description="vLLM reads no GGUF files: where one is kept in the form that it reads."
+    )
+    extra_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="More arguments of vLLM's AsyncEngineArgs; they override the above, and what the service"
+        " depends on is refused.",
+    )
+
+
+class EngineSettings(Section):
+    """The fast path: what decodes, and proposes candidates to the verifier."""
+
+    kind: Literal["torch", "vllm"] = Field(
+        "torch",
+        description="torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e"
+        " '.[vllm]').",
+    )
+    vllm: VllmSettings = VllmSettings()
+    kv_tokens: int = Field(16384, gt=0, description="KV cache of a fast-path replica, in tokens.")
+    block_size: int = Field(16, gt=0, description="Tokens of a KV block.")
+    max_batch: int = Field(32, gt=0, description="Requests decoded together.")
+    prefill_chunk: int = Field(256, gt=0, description="Most prompt tokens in one step.")
+    threads: int = Field(
+        0, ge=0, description="CPU threads of a replica's engine; 0: half of the cores, at least one."
+    )
+    gpus: float = Field(
+        0.9,
+        gt=0,
+        description="GPUs that Ray reserves for a replica, when model.device is cuda (with"
+        " tensor_parallel_size, of each GPU). A verifier fits beside it.",
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="Other Ray resources that a replica needs, such as {fast: 0.01}: they decide which nodes"
+        " it may be on.",
+    )
+    corrupt_share: Annotated[float, TEST_PLANT] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Test plant: this share of the candidates is made wrong. Deterministic output does not"
+        " change by it.",
+    )
+
+    @property
+    def places(self) -> int:
+        """Requests that a replica decodes together."""
+        return self.vllm.max_num_seqs if self.kind == "vllm" else self.max_batch
+
+    @property
+    def gpus_per_replica(self) -> int:
+        """GPUs that a replica computes on, when model.device is cuda; Ray reserves `gpus` of each."""
+        return self.vllm.tensor_parallel_size if self.kind == "vllm" else 1
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it computes in the process that it is built in, with the weights and products it is given;
+        else it has a process, weights and products of its own."""
+        return self.kind == "torch"
+
+    @property
+    def draws_by_seed(self) -> bool:
+        """Whether the seed that a best-effort request without one is given would repeat it."""
+        return self.kind == "torch"
+
+    @property
+    def takes_schemas(self) -> bool:
+        """Whether it can constrain output to JSON."""
+        return self.kind == "vllm" and self.vllm.structured_outputs
+
+    @property
+    def thread_count(self) -> int:
+        """CPU threads: as configured, or half of the cores that this process may use, so that a verifier has
+        room beside it."""
+        return self.threads or max(1, usable_cores() // 2)
