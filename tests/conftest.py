@@ -11,7 +11,8 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 from llm42.config import Settings, VerifierSettings
-from llm42_serve.launch import Service, absolute, prepare_environment
+from llm42.config.serve_file import absolute
+from llm42_serve.launch import Service, prepare_environment
 
 prepare_environment()
 

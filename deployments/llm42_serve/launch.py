@@ -6,29 +6,28 @@ import http.client
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
 import threading
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from llm42.config import Settings
 from llm42.config.serve_file import APP_NAME
-from llm42.config.serve_file import absolute as absolute
-from llm42.config.serve_file import read_serve_config as read_serve_config
 from llm42.errors import LaunchFailed, LLM42Error
 from llm42.host.direct import go_direct, open_url
 from llm42.telemetry.failures import kept_traceback, one_line
 from llm42_serve import preflight, ray_node
-from llm42_serve.preflight import cause_of, require_free_port
+from llm42_serve.signals import signals_later
 
-METRICS_PORT = 8090
 START_TIMEOUT_S = 300.0
 OBJECT_STORE_BYTES = 256 << 20
+MAX_CAUSE = 800
+"""Characters of a failed deployment's own words."""
 Say = Callable[[str], None]
 
 
@@ -83,9 +82,8 @@ class Service:
         preflight.check(self.settings, self._say)
         prepare_environment()
         self._say("Starting Ray")
-        with (
-            signals_later()
-        ):  # an interrupted import leaves half a module, and Python an exit code of its own
+        with signals_later():
+            # an interrupted import leaves half a module, and Python an exit code of its own
             import ray
             from ray import serve
 
@@ -174,39 +172,9 @@ class Service:
         import ray
 
         if threading.current_thread() is threading.main_thread():
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # an impatient second Ctrl-C must not leave half of it
+            # an impatient second Ctrl-C must not leave half of it
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         ray.shutdown()
-
-
-@contextmanager
-def signals_later() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the block's end: half a Ray cluster cannot be shut down.
-
-    Nobody else sets handlers meanwhile: `ray.init` would make SIGTERM an exit there and then. Its C++ part
-    sets one beneath Python's that prints a stack and goes on; that one is gone after the block.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: came.append(number)) for kind in kinds}
-    register = signal.signal
-
-    def register_others(kind: int, handler: Any) -> Any:
-        return signal.getsignal(kind) if kind in kinds else register(kind, handler)
-
-    signal.signal = register_others  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        signal.signal = register
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-        if came:
-            signal.raise_signal(came[0])
 
 
 def log_dir() -> str:
@@ -217,10 +185,19 @@ def log_dir() -> str:
     return f"{context.get_temp_dir()}/{context.get_session_name()}/logs"
 
 
-def default_metrics_port() -> int:
-    """The usual port of the metrics page, or 0 (any) when something listens there already."""
-    try:
-        require_free_port("0.0.0.0", METRICS_PORT)
-    except LaunchFailed:
-        return 0
-    return METRICS_PORT
+def cause_of(application: Any) -> str:
+    """Why an application of Ray Serve (its ApplicationStatusOverview) is not running: in the words of each
+    deployment that is not healthy, of a traceback only the exception."""
+    words = (_words(d.message) for d in application.deployments.values() if d.status.value != "HEALTHY")
+    return "; ".join(dict.fromkeys(filter(None, words))) or str(application.message)
+
+
+def _words(message: str) -> str:
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    if frames:
+        after = lines[frames[-1] + 1 :]
+        start = next((i for i, line in enumerate(after) if line and not line.startswith(" ")), len(after))
+        lines = after[start:]
+    text = " ".join(" ".join(lines).split())
+    return re.sub(r"^(?:\w+\.)+(?=\w+)", "", text)[:MAX_CAUSE]

@@ -1,15 +1,12 @@
-"""What is checked before the slow part of a start begins, and what is said when it fails after all.
+"""What is checked before the slow part of a start begins.
 
 Imports PyTorch only where a GPU is asked for: the process of `llm42 serve` computes nothing.
 """
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
@@ -18,9 +15,8 @@ from llm42.engine.build import require_library
 from llm42.errors import LaunchFailed, LLM42Error
 from llm42.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
+from llm42_serve.ports import require_free_port
 
-MAX_CAUSE = 800
-"""Characters of a failed deployment's own words."""
 EPSILON = 1e-6
 
 
@@ -79,33 +75,3 @@ def _place(free: list[float], count: int, share: float) -> int:
         for i in places[:needed]:
             free[i] -= min(1.0, share)
     return 0
-
-
-def require_free_port(host: str, port: int, option: str = "--port") -> None:
-    """Raises LaunchFailed when something listens there already."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise LaunchFailed(
-                f"{host}:{port} cannot be used ({error.strerror}); choose another with {option}"
-            ) from error
-
-
-def cause_of(application: Any) -> str:
-    """Why an application of Ray Serve (its ApplicationStatusOverview) is not running: in the words of each
-    deployment that is not healthy, of a traceback only the exception."""
-    words = (_words(d.message) for d in application.deployments.values() if d.status.value != "HEALTHY")
-    return "; ".join(dict.fromkeys(filter(None, words))) or str(application.message)
-
-
-def _words(message: str) -> str:
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()
-    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-    if frames:
-        after = lines[frames[-1] + 1 :]
-        start = next((i for i, line in enumerate(after) if line and not line.startswith(" ")), len(after))
-        lines = after[start:]
-    text = " ".join(" ".join(lines).split())
-    return re.sub(r"^(?:\w+\.)+(?=\w+)", "", text)[:MAX_CAUSE]

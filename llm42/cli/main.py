@@ -64,7 +64,7 @@ def fail(message: str) -> NoReturn:
 
 def load_settings(config: Path | None) -> Settings:
     """Settings of a file, or the defaults, with absolute paths."""
-    from llm42_serve.launch import absolute, read_serve_config
+    from llm42.config.serve_file import absolute, read_serve_config
 
     return absolute(Settings()) if config is None else read_serve_config(config)
 
@@ -88,7 +88,8 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="default: 8090, or a free one", min=0, max=65535)] = 0,
 ) -> None:
     """Starts the service on this machine and serves until Ctrl-C."""
-    from llm42_serve.launch import Service, default_metrics_port
+    from llm42_serve.launch import Service
+    from llm42_serve.ports import default_metrics_port
 
     settings = load_settings(config)
     metrics_port = metrics_port or settings.telemetry.metrics_port or default_metrics_port()

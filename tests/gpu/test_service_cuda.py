@@ -16,10 +16,11 @@ openai = pytest.importorskip("openai")
 
 from llm42.checkpoint.load import sampled_identity  # noqa: E402
 from llm42.config import Settings  # noqa: E402
+from llm42.config.serve_file import absolute  # noqa: E402
 from llm42.protocol import SamplingParams  # noqa: E402
 from llm42.verifier.build import build_verifier  # noqa: E402
 from llm42.verifier.scheduler import Verifier  # noqa: E402
-from llm42_serve.launch import Service, absolute  # noqa: E402
+from llm42_serve.launch import Service  # noqa: E402
 from llm42_serve.verifiers.names import NAMESPACE, verifier_names  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.service.oracle import Answer, ask, decode_alone, noise  # noqa: E402

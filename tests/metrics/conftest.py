@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks.lib.prometheus import Prometheus, tool
 from llm42.config import Settings
-from llm42_serve.launch import APP_NAME, Service
+from llm42.config.serve_file import APP_NAME
+from llm42_serve.launch import Service
 
 PLANTED = "planted"
 CORRUPT_SHARE = 0.1

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.lib.prometheus import RULES, Prometheus, filled_in, panels
-from llm42_serve.launch import APP_NAME
+from llm42.config.serve_file import APP_NAME
 from tests.metrics.conftest import CORRUPT_SHARE, PLANTED, REQUESTS, TOKENS, Traffic, settled
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from llm42.cli.main import app
-from llm42_serve.launch import APP_NAME, Service, log_dir
+from llm42.config.serve_file import APP_NAME
+from llm42_serve.launch import Service, log_dir
 from tests.metrics.conftest import CANARY, PLANTED, TRACE, Traffic
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from llm42.config import Settings
+from llm42.config.serve_file import absolute
 from llm42.text.tokenizer import Tokenizer
-from llm42_serve.launch import Service, absolute
+from llm42_serve.launch import Service
 from tests.conftest import SERVED
 from tests.service.served import Application
 

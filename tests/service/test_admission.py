@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llm42.errors import Overloaded
-from llm42_serve.ingress.router import SPILL, preferred, ranks
+from llm42_serve.ingress.router import ranks
+from llm42_serve.placement import SPILL, preferred
 from llm42_serve.replica.admission import Admission
 from llm42_serve.verifiers.scaling import LOOKS_UP, SETTLE_S, Scaler
 
@@ -195,3 +196,9 @@ def test_requests_with_a_common_prefix_share_a_replica_until_it_is_busy() -> Non
     assert ranks(prefix, {"only": 99}) == [["only"]]
     spread = {preferred((i,), names) for i in range(100)}
     assert spread == set(names)
+
+
+def test_the_preference_is_pinned() -> None:
+    """Processes of two versions must agree, or each fills a cache of its own."""
+    found = "".join(preferred((i,), ["a", "b", "c", "d"]) for i in range(12))
+    assert found == "badcaccbaabd"

@@ -10,13 +10,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from llm42.config import GPU_DEFAULTS, Settings
+from llm42.config import GPU_DEFAULTS, SessionSettings, Settings
 from llm42.config.generate import serve_config
 from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.app import build
-from llm42_serve.preflight import require_free_port
+from llm42_serve.ports import require_free_port
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 
@@ -36,7 +36,9 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
     written = leaves(app.args)
     defaults = leaves(Settings().model_dump(mode="json"))
     elsewhere = {"server.host", "server.port"}  # in http_options
-    assert set(defaults) - set(written) == elsewhere | {"engine.corrupt_share"}, "the test plant is not for it"
+    assert set(defaults) - set(written) == elsewhere | {"engine.corrupt_share"}, (
+        "the test plant is not for it"
+    )
     by_device = {f"verifier.{name}" for name in GPU_DEFAULTS}
     assert {name for name, value in written.items() if value != defaults[name]} == by_device
     assert all(written[name] is None for name in by_device)
@@ -45,8 +47,7 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
 
 def test_it_is_what_the_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONFIG.read_text() == serve_config(), "python -m llm42.config.generate > serve_config.yaml"
-    field = Settings.model_fields["session"].annotation.model_fields["lookahead"]  # type: ignore[union-attr]
-    monkeypatch.setattr(field, "description", "Another one.")
+    monkeypatch.setattr(SessionSettings.model_fields["lookahead"], "description", "Another one.")
     assert CONFIG.read_text() != serve_config(), "the control"
 
 

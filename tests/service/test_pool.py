@@ -12,8 +12,9 @@ import pytest
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
 from llm42.telemetry.metrics import NullMetrics
+from llm42_serve.placement import PREFIX_TOKENS
 from llm42_serve.replica import verifier_pool
-from llm42_serve.replica.verifier_pool import AFFINITY_TOKENS, VerifierPool
+from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
@@ -51,7 +52,7 @@ async def test_a_refusal_looks_again_first() -> None:
 
 def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:
     pool = pool_of(*[("ready", "a")] * 4)
-    prefix = tuple(range(AFFINITY_TOKENS))
+    prefix = tuple(range(PREFIX_TOKENS))
     chosen = {pool._choose(window(*prefix, extra)).name for extra in range(50)}  # type: ignore[union-attr]
     assert len(chosen) == 1
     spread = {pool._choose(window(first)).name for first in range(50)}  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ import torch
 
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
-from llm42_serve.preflight import cause_of, check
+from llm42_serve.launch import cause_of
+from llm42_serve.preflight import check
 from tests.conftest import free_port
 from tests.support import write_model
 

@@ -16,11 +16,12 @@ import ray
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
+from llm42.config.serve_file import APP_NAME
 from llm42.protocol import SamplingParams
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
-from llm42_serve.launch import APP_NAME, Service
+from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 from tests.service.conftest import WAIT_S

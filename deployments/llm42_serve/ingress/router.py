@@ -7,23 +7,12 @@ replicas for their queue lengths and takes the shortest within a rank.
 
 from __future__ import annotations
 
-import hashlib
 import random
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from llm42.protocol import Request
-
-AFFINITY_TOKENS = 64
-"""Requests that share this many first tokens prefer the same replica."""
-SPILL = 4
-"""The preferred replica is passed over when it holds this many requests more than twice the idlest one's."""
-
-
-def preferred(prefix: tuple[int, ...], names: list[str]) -> str:
-    """Rendezvous hashing: the same for every router, and stable while other names come and go."""
-    key = repr(prefix).encode()
-    return max(names, key=lambda name: hashlib.blake2b(key, key=name.encode()[:64]).digest())
+from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
 
 
 def ranks(prefix: tuple[int, ...], held: dict[str, int]) -> list[list[str]]:
@@ -33,13 +22,11 @@ def ranks(prefix: tuple[int, ...], held: dict[str, int]) -> list[list[str]]:
     others = [name for name in names if name != first]
     if not others:
         return [[first]]
-    if held[first] > 2 * min(held.values()) + SPILL:
-        return [others, [first]]
-    return [[first], others]
+    return [others, [first]] if is_busy(first, held) else [[first], others]
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
-    """Ranks replicas by prefix affinity and load; calls that are no requests go to any."""
+    """Ranks replicas by prefix preference and load; calls that are no requests go to any."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -55,7 +42,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         if len(pending_request.args) > 2 and pending_request.args[2]:
             return [candidate_replicas]  # refused or lost once: wherever the queue is shortest
         held = {name: self._held(replica) for name, replica in by_name.items()}
-        return [[by_name[n] for n in rank] for rank in ranks(request.prompt[:AFFINITY_TOKENS], held) if rank]
+        return [[by_name[n] for n in rank] for rank in ranks(request.prompt[:PREFIX_TOKENS], held) if rank]
 
     def _held(self, replica: RunningReplica) -> int:
         return self.replica_queue_len_cache.get(replica.replica_id) or 0

@@ -7,7 +7,6 @@ with the members it knows. Calls are plain actor calls; the reply is an object r
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Failure, Window
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
+from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
@@ -35,8 +35,6 @@ MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 AVOID_S = 5.0
 """How long a verifier whose call failed is only a last resort."""
-AFFINITY_TOKENS = 64
-"""Requests that share this many first tokens prefer the same verifier, whose cache then holds them."""
 
 Answer = Commit | Failure
 
@@ -211,18 +209,19 @@ class VerifierPool:
         return member
 
     def _choose(self, window: Window) -> Member | None:
-        """Prefix affinity by rendezvous hashing, unless the preferred one has clearly more to do."""
+        """The one that the prefix prefers, unless it is busy; then the idlest."""
         now, candidates = time.monotonic(), self.ready
         if not candidates:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
-        known, length = window.tokens, min(window.prompt_len, AFFINITY_TOKENS)
+        known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
         if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
-            known, length = known + window.candidates[:AFFINITY_TOKENS], AFFINITY_TOKENS
-        prefix = repr(known[:length]).encode()
-        preferred = max(candidates, key=lambda m: hashlib.blake2b(prefix, key=m.name.encode()).digest())
-        idlest = min(candidates, key=lambda m: m.in_flight)
-        return idlest if preferred.in_flight > 2 * idlest.in_flight + 4 else preferred
+            known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
+        held = {m.name: m.in_flight for m in candidates}
+        first = preferred(known[:length], held)
+        if is_busy(first, held):
+            return min(candidates, key=lambda m: m.in_flight)
+        return next(m for m in candidates if m.name == first)
 
     async def _watch(self) -> None:
         while True:
