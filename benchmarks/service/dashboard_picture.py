@@ -26,7 +26,8 @@ import matplotlib.pyplot as plt
 from benchmarks.lib.prometheus import Prometheus, filled_in, panels
 from benchmarks.lib.report import Figure, report
 from llm42.config import Settings
-from llm42_serve.launch import Service, absolute, prepare_environment
+from llm42.config.serve_file import absolute
+from llm42_serve.launch import Service, prepare_environment
 
 PICTURE = Path(__file__).parents[2] / "docs" / "dashboard.png"
 CORRUPT_SHARE = 0.1

@@ -38,9 +38,10 @@ from benchmarks.lib.random_model import LLAMA_8B, write_random  # noqa: E402
 from benchmarks.lib.report import RESULTS, Figure, arguments, report  # noqa: E402
 from benchmarks.lib.vllm_setup import prompts_of  # noqa: E402
 from llm42.config import Settings  # noqa: E402
+from llm42.config.serve_file import absolute  # noqa: E402
 from llm42.errors import LaunchFailed  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
-from llm42_serve.launch import Service, absolute  # noqa: E402
+from llm42_serve.launch import Service  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
 from tests.support import write_model  # noqa: E402
 
