@@ -27,9 +27,10 @@ from llm42.api.docs_page import HEADERS, page
 from llm42.api.front import Cors, Front
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from llm42.api.keys import KeyGate, KeyPolicy
-from llm42.api.large import OffLoop, dump, require_renderable
+from llm42.api.logprobs import require_few
 from llm42.api.plan import plan
 from llm42.api.render import Renderer
+from llm42.api.reply_writer import ReplyWriter
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.api.streams import EventStream, Pieces, begin, end, events_of
 from llm42.api.text_routes import text_routes
@@ -118,7 +119,7 @@ class _Service:
         keyring: Keyring,
     ) -> None:
         self._settings, self._tokenizer, self._backend = settings, tokenizer, backend
-        self._answers, self._keyring, self._off_loop = answers, keyring, OffLoop()
+        self._answers, self._keyring, self._writer = answers, keyring, ReplyWriter()
         self._started = int(time.time())
 
     def models(self) -> dict[str, Any]:
@@ -149,7 +150,7 @@ class _Service:
             wanted = policy.wants_determinism(body, http.headers)
             made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
             http.state.request_id = made.id
-            require_renderable(made)
+            require_few(made)
             if made.deterministic:
                 policy.require_share(len(made.requests))
             trace = http.headers.get("traceparent", "")
@@ -162,10 +163,10 @@ class _Service:
                 patience_s = self._settings.server.heartbeat_s
                 first = await begin(http, pieces, patience_s)
                 known = first.result() if first.done() else None
-                events = events_of(made, renderer, first, pieces, self._off_loop, self._answers)
+                events = events_of(made, renderer, first, pieces, self._writer, self._answers)
                 close = partial(end, first, pieces)
                 return EventStream(events, renderer.headers(known), close, patience_s)
-            text = await until_disconnect(http, _whole(renderer, pieces, self._off_loop))
+            text = await until_disconnect(http, _whole(renderer, pieces, self._writer))
             return Response(text, headers=renderer.headers(), media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; the access log does
@@ -175,8 +176,8 @@ class _Service:
             return self._answers.from_exception(error)
 
 
-async def _whole(renderer: Renderer, pieces: Pieces, off_loop: OffLoop) -> bytes:
+async def _whole(renderer: Renderer, pieces: Pieces, writer: ReplyWriter) -> str:
     async with aclosing(pieces):
         async for index, delta in pieces:
             renderer.add(index, delta)
-    return await off_loop.run(renderer.reply_size(), lambda: dump(renderer.reply()).encode())
+    return await writer.write(renderer.size(), renderer.reply)

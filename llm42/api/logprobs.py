@@ -5,8 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from llm42.api.plan import Plan
+from llm42.errors import RequestRejected
 from llm42.protocol import TokenLogprob
 from llm42.receipt import finite
+
+MAX_LOGPROBS = 65_536
+"""Log-probabilities, alternatives included, that one reply may hold. With many more the garbage collector,
+which looks at each of them, would keep the event loop from its work for longer than 50 ms."""
+
+
+def require_few(plan: Plan) -> None:
+    """Refuses a request whose reply could hold more than MAX_LOGPROBS: alternatives + 1 for each token of a
+    prompt that has them, and of an output unless it is streamed, where they leave as they come.
+    Raises RequestRejected."""
+    shown = 0 if plan.num_logprobs is None else plan.num_logprobs + 1
+    own = 0 if plan.prompt_logprobs is None else plan.prompt_logprobs + 1
+    echoed = shown if plan.echoes is not None else 0
+    written = plan.prompts if plan.chat else [r.prompt for r in plan.requests]
+    prompts = sum(len(p) for p in written) * (own + echoed)
+    outputs = 0 if plan.stream else sum(r.max_tokens for r in plan.requests) * shown
+    if prompts + outputs > MAX_LOGPROBS:
+        raise RequestRejected(
+            f"The reply could hold {prompts + outputs} log-probabilities, of all tokens and alternatives; the"
+            f" limit is {MAX_LOGPROBS}. Ask for fewer alternatives, prompts or choices, for a smaller"
+            " max_tokens, or for a stream.",
+            "prompt_logprobs" if own and prompts > outputs else "logprobs",
+        )
 
 
 class TokenNames(Protocol):

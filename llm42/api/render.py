@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.api.deltas import merge
-from llm42.api.large import LARGE, dump
 from llm42.api.logprobs import LogprobWriter, TokenNames
 from llm42.api.plan import Plan
 from llm42.api.receipts import Receipts
-from llm42.api.sse import event
 from llm42.errors import FingerprintChanged
 from llm42.protocol import Delta, RequestStats, TokenLogprob
 from llm42.receipt import Keyring
@@ -27,6 +24,8 @@ class _Choice:
     """All of them for a whole reply; for a stream, those that wait for text to go with."""
     waiting: int = 0
     """Tokens in `deltas`."""
+    size: int = 0
+    """About how many values of the reply are made of `deltas`."""
     output_tokens: int = 0
     text_offset: int = 0
     """Characters of the token texts rendered so far (completions dialect)."""
@@ -43,7 +42,10 @@ class Renderer:
 
     def __init__(self, plan: Plan, model: str, tokens: TokenNames, keyring: Keyring | None = None) -> None:
         self._plan, self._model, self._writer = plan, model, LogprobWriter(tokens)
-        self._choices = [_Choice(text_offset=plan.echo_start) for _ in plan.requests]
+        self._choices = [
+            _Choice(size=len(r.prompt) * plan.return_token_ids, text_offset=plan.echo_start)
+            for r in plan.requests
+        ]
         self._fingerprint: str | None = None
         self._receipts = Receipts(plan, model, keyring or Keyring({}))
         self._width = 1 if plan.num_logprobs is None else plan.num_logprobs + 2
@@ -62,19 +64,39 @@ class Renderer:
         found = {"replica": [c.replica for c in choices], "verifier": [c.verifier for c in choices]}
         return {name: ", ".join(filter(None, dict.fromkeys(who))) for name, who in found.items()}
 
-    def add(self, index: int, delta: Delta) -> None:
-        """Takes a piece of choice `index` of a whole reply."""
-        self._take(index, delta)
+    def add(self, index: int, delta: Delta) -> bool:
+        """Takes a piece of choice `index`. Whether a stream has something to say now: a few tokens wait for
+        text. Raises FingerprintChanged."""
+        choice, request = self._choices[index], self._plan.requests[index]
+        choice.deltas.append(delta)
+        choice.waiting += len(delta.token_ids)
+        choice.size += len(delta.token_ids) * self._width
+        choice.size += len(delta.prompt_logprobs or ()) * ((request.prompt_logprobs or 0) + 1)
+        choice.output_tokens += len(delta.token_ids)
+        choice.stats = delta.stats or choice.stats
+        if choice.prompt_logprobs is None:
+            choice.prompt_logprobs = delta.prompt_logprobs
+        if choice.cached_tokens is None:
+            choice.cached_tokens = delta.cached_tokens
+        choice.replica, choice.verifier = delta.replica or choice.replica, delta.verifier or choice.verifier
+        self._receipts.note(index, delta)
+        if delta.fingerprint is not None:
+            if self._fingerprint not in (None, delta.fingerprint):
+                # one reply, one fingerprint: it stands beside all choices
+                raise FingerprintChanged("the choices of this request met verifiers with other fingerprints")
+            self._fingerprint = delta.fingerprint
+        return bool(delta.text or delta.finish_reason or choice.waiting >= MAX_WAITING)
 
-    def chunk(self, index: int, delta: Delta) -> str | None:
-        """The event for a piece of a streamed choice; None while a few tokens wait for text."""
-        large = self.chunk_size(index, delta) >= LARGE
-        choice = self._take(index, delta)
-        if not delta.text and delta.finish_reason is None and choice.waiting < MAX_WAITING:
-            return None
+    def size(self, index: int | None = None) -> int:
+        """About how many values were added to choice `index`, or to all, and are not rendered."""
+        return sum(c.size for i, c in enumerate(self._choices) if index in (None, i))
+
+    def chunk(self, index: int) -> dict[str, Any]:
+        """What a stream says next: all of choice `index` that was added and not said yet."""
+        choice = self._choices[index]
         piece = merge(choice.deltas)
         choice.deltas.clear()
-        choice.waiting = 0
+        choice.waiting = choice.size = 0
         rendered = self._chat_delta(choice, piece) if self._plan.chat else self._text(index, piece)
         body: dict[str, Any] = {
             "index": index,
@@ -93,22 +115,11 @@ class Renderer:
             whole["llm42"] = self._evidence([choice]) | receipt
         if self._plan.running_usage:
             whole["usage"] = self._usage()
-        return self._event(whole, large)
+        return self._chunk(whole)
 
-    def chunk_size(self, index: int, delta: Delta) -> int:
-        """About how many values the event for a piece holds (`chunk` has not seen it yet)."""
-        choice = self._choices[index]
-        tokens = choice.waiting + len(delta.token_ids)
-        return tokens * self._width + (0 if choice.started else self._prompt_size(index, delta))
-
-    def reply_size(self) -> int:
-        """About how many values the whole reply holds."""
-        sizes = (c.output_tokens * self._width + self._prompt_size(i) for i, c in enumerate(self._choices))
-        return sum(sizes)
-
-    def usage_chunk(self) -> str:
-        """The event after the last choice when the client asked for usage."""
-        return self._event({"choices": [], "usage": self._usage(), "llm42": self._evidence(self._choices)})
+    def usage_chunk(self) -> dict[str, Any]:
+        """What a stream says after the last choice when the client asked for usage."""
+        return self._chunk({"choices": [], "usage": self._usage(), "llm42": self._evidence(self._choices)})
 
     def reply(self) -> dict[str, Any]:
         """The whole reply."""
@@ -137,35 +148,14 @@ class Renderer:
         body = {"choices": choices, **prompt, "usage": self._usage(), "llm42": evidence}
         return self._envelope(kind) | body
 
-    def _take(self, index: int, delta: Delta) -> _Choice:
-        choice = self._choices[index]
-        choice.deltas.append(delta)
-        choice.waiting += len(delta.token_ids)
-        choice.output_tokens += len(delta.token_ids)
-        choice.stats = delta.stats or choice.stats
-        if choice.prompt_logprobs is None:
-            choice.prompt_logprobs = delta.prompt_logprobs
-        if choice.cached_tokens is None:
-            choice.cached_tokens = delta.cached_tokens
-        choice.replica, choice.verifier = delta.replica or choice.replica, delta.verifier or choice.verifier
-        self._receipts.note(index, delta)
-        if delta.fingerprint is not None:
-            if self._fingerprint not in (None, delta.fingerprint):
-                # one reply, one fingerprint: it stands beside all choices
-                raise FingerprintChanged("the choices of this request met verifiers with other fingerprints")
-            self._fingerprint = delta.fingerprint
-        return choice
-
     def _chat_delta(self, choice: _Choice, piece: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}
         if piece.text or not choice.started:
             delta["content"] = piece.text
         return {"delta": delta}
 
-    def _event(self, body: dict[str, Any], large: bool = False) -> str:
-        kind = "chat.completion.chunk" if self._plan.chat else "text_completion"
-        whole = self._envelope(kind) | body
-        return event(dump(whole) if large else json.dumps(whole, ensure_ascii=False))
+    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
+        return self._envelope("chat.completion.chunk" if self._plan.chat else "text_completion") | body
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -194,11 +184,6 @@ class Renderer:
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         prompt = self._plan.requests[index].prompt
         return {"prompt_token_ids": list(prompt)} if self._plan.return_token_ids else {}
-
-    def _prompt_size(self, index: int, delta: Delta | None = None) -> int:
-        found = self._choices[index].prompt_logprobs or (delta.prompt_logprobs if delta else None) or ()
-        ids = len(self._plan.requests[index].prompt) if self._plan.return_token_ids else 0
-        return ids + len(found) * ((self._plan.requests[index].prompt_logprobs or 0) + 1)
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(p) for p in self._plan.prompts)

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from llm42.api import sse
 from llm42.api.asgi import ClientGone, unless_disconnected, until_disconnect
 from llm42.api.errors import Errors, status_of
-from llm42.api.large import OffLoop
 from llm42.api.plan import Plan
 from llm42.api.render import Renderer
+from llm42.api.reply_writer import ReplyWriter
 from llm42.protocol import Delta
 
 log = logging.getLogger(__name__)
@@ -53,18 +53,18 @@ async def _next(pieces: Pieces) -> Piece | None:
 
 
 async def events_of(
-    made: Plan, renderer: Renderer, first: First, pieces: Pieces, off_loop: OffLoop, answers: Errors
+    made: Plan, renderer: Renderer, first: First, pieces: Pieces, writer: ReplyWriter, answers: Errors
 ) -> AsyncGenerator[str, None]:
     """Server-sent events: chunks, then usage if asked for, or one error event; `[DONE]` always comes last."""
     try:
         item = await first
         while item is not None:
-            event = await off_loop.run(renderer.chunk_size(*item), partial(renderer.chunk, *item))
-            if event is not None:
-                yield event
+            index, delta = item
+            if renderer.add(index, delta):
+                yield sse.event(await writer.write(renderer.size(index), partial(renderer.chunk, index)))
             item = await anext(pieces, None)
         if made.include_usage:
-            yield renderer.usage_chunk()
+            yield sse.event(await writer.write(0, renderer.usage_chunk))
     except Exception as error:
         if status_of(error) == 500:
             log.exception("a stream failed")

@@ -11,8 +11,8 @@ from fastapi.responses import Response
 
 from llm42.api.errors import ModelNotFound
 from llm42.api.json_bodies import BodyReader, body_route
-from llm42.api.large import dump
 from llm42.api.prompts import render_chat, require_known, require_room, require_unicode
+from llm42.api.reply_writer import dump
 from llm42.api.requests import DetokenizeBody, TokenizeBody
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer

@@ -1,22 +1,25 @@
-"""No request body keeps the event loop, which all streams of an ingress share, from its work for 50 ms."""
+"""No request body and no reply keeps the event loop, which all streams of an ingress share, from its work for
+50 ms."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import cache
 from typing import Any
 
 import httpx
 import pytest
 
-from llm42.api import json_bodies
+from llm42.api import json_bodies, reply_writer
 from llm42.api.app import create_app
 from llm42.api.json_bodies import MAX_PARTS, load, most_bytes
+from llm42.api.logprobs import MAX_LOGPROBS
 from llm42.config import Settings
 from llm42.errors import RequestRejected
+from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.text.tokenizer import Tokenizer
 from tests.service.hostile_bodies import bodies
 from tests.service.loop_gap import longest_gap, settle_heap
@@ -91,6 +94,39 @@ async def test_control_on_the_loop_they_do(tokenizer: Tokenizer, monkeypatch: py
     (worst,) = [(path, body) for name, path, body in bodies(MODEL, 6_000_000) if name == "unknown fields"]
     gap, _ = await sent(tokenizer, *worst, context=1 << 20)
     assert gap > 3 * BOUND_S
+
+
+async def scored(request: Request) -> AsyncGenerator[Delta, None]:
+    """As many log-probabilities as were asked for, each another number, in pieces."""
+    for at in range(0, request.max_tokens, 100):
+        ids = range(at, min(at + 100, request.max_tokens))
+        found = tuple(TokenLogprob(i, -i / 7, tuple((t, -(i + t) / 9) for t in range(20))) for i in ids)
+        ended = FinishReason.LENGTH if ids.stop == request.max_tokens else None
+        yield Delta(tuple(ids), "text", found, finish_reason=ended)
+        await asyncio.sleep(0)
+
+
+async def largest_reply(tokenizer: Tokenizer) -> float:
+    """The loop's longest gap while it is made."""
+    app = create_app(Settings.load({"model": {"max_model_len": 8192}}), tokenizer, Scripted(scored))
+    body = chat(max_tokens=MAX_LOGPROBS // 21, logprobs=True, top_logprobs=20)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        await http.get("/version")
+        gap, reply = await longest_gap(http.post("/v1/chat/completions", json=body))
+    assert reply.status_code == 200, reply.text
+    assert len(reply.json()["choices"][0]["logprobs"]["content"]) == MAX_LOGPROBS // 21
+    return gap
+
+
+async def test_no_reply_blocks_the_loop(tokenizer: Tokenizer) -> None:
+    gaps = sorted([await largest_reply(tokenizer) for _ in range(3)])
+    assert gaps[1] < BOUND_S, gaps
+
+
+async def test_control_in_one_call_it_does(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoder in C holds the interpreter, in whatever thread it runs."""
+    monkeypatch.setattr(reply_writer, "dump", lambda value: json.dumps(value, ensure_ascii=False))
+    assert await largest_reply(tokenizer) > BOUND_S
 
 
 def refusal(read: Callable[[bytes], Any], raw: bytes) -> tuple[type[ValueError], str]:
