@@ -37,7 +37,8 @@ from llm42.protocol import (
     TokenLogprob,
     Window,
 )
-from llm42.session.driver import Generator, VerifierClient
+from llm42.session.driver import Generator
+from llm42.session.interfaces import VerifierClient
 from llm42.text.detokenizer import Detokenizer
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for

@@ -27,7 +27,7 @@ from benchmarks.lib.report import RESULTS, Figure, report
 from benchmarks.lib.vllm_setup import prompts_of
 from llm42.config import Settings
 from llm42.local.affinity import chat_prompts
-from llm42.local.embedded import Embedded
+from llm42.local.assembly import Local
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
@@ -51,12 +51,12 @@ def settings_of(path: str, sampled: bool) -> Settings:
     )
 
 
-async def decode(embedded: Embedded, request: Request) -> tuple[list[int], list[float], RequestStats]:
+async def decode(local: Local, request: Request) -> tuple[list[int], list[float], RequestStats]:
     """One request to its end."""
     tokens: list[int] = []
     logprobs: list[float] = []
     stats = RequestStats()
-    async with aclosing(embedded.generator.generate(request)) as deltas:
+    async with aclosing(local.generator.generate(request)) as deltas:
         async for delta in deltas:
             tokens += delta.token_ids
             logprobs += [x.logprob for x in delta.logprobs]
@@ -65,7 +65,7 @@ async def decode(embedded: Embedded, request: Request) -> tuple[list[int], list[
 
 
 async def load(
-    embedded: Embedded,
+    local: Local,
     prompts: list[list[int]],
     concurrent: int,
     sampling: list[SamplingParams],
@@ -82,7 +82,7 @@ async def load(
             num_logprobs=0 if deterministic else None,
         )  # fmt: skip
         async with gate:
-            return await decode(embedded, request)
+            return await decode(local, request)
 
     began = time.perf_counter()
     done = await asyncio.gather(*(one(i) for i in range(len(prompts))))
@@ -104,11 +104,10 @@ async def load(
 
 
 def oracle(
-    embedded: Embedded, prompts: list[list[int]], sampling: list[SamplingParams]
+    local: Local, prompts: list[list[int]], sampling: list[SamplingParams]
 ) -> list[tuple[list[int], list[float]]]:
     """The verifier decoding alone, one token at a time."""
-    verifier = embedded.verifier
-    assert verifier is not None
+    verifier = local.verifier
     out: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     for _ in range(OUTPUT):
         windows = [
@@ -124,9 +123,9 @@ def oracle(
     return out
 
 
-def direct_tok_s(embedded: Embedded, prompts: list[list[int]], turn: int) -> float:
+def direct_tok_s(local: Local, prompts: list[list[int]], turn: int) -> float:
     """vLLM's own tokens per second for the same requests, without the adapter."""
-    engine: Any = embedded.engine
+    engine: Any = local.engine
     arguments = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True}
 
     async def one(index: int, prompt: list[int]) -> int:
@@ -143,29 +142,29 @@ def direct_tok_s(embedded: Embedded, prompts: list[list[int]], turn: int) -> flo
     return tokens / (time.perf_counter() - began)
 
 
-def prompts_for(embedded: Embedded, wide: bool) -> list[list[int]]:
+def prompts_for(local: Local, wide: bool) -> list[list[int]]:
     """As many prompts as the largest load has requests."""
-    count, vocab = max(LOADS.values()), embedded.tokenizer.vocab_size
+    count, vocab = max(LOADS.values()), local.tokenizer.vocab_size
     if wide:
         return [list(prompt) for prompt in prompts_of(count, 256, vocab)]
-    return chat_prompts(embedded.tokenizer, count)
+    return chat_prompts(local.tokenizer, count)
 
 
 def measure(path: str, sampled: bool, wide: bool = False) -> dict[str, Any]:
     """Every load; with `sampled`, at temperature 0.8 instead."""
     out: dict[str, Any] = {}
     began = time.perf_counter()
-    with Embedded(settings_of(path, sampled), True, lambda s: print(s, flush=True)) as embedded:
+    with Local(settings_of(path, sampled), progress=lambda s: print(s, flush=True)) as local:
         out["start_s"] = time.perf_counter() - began
         print("started", out["start_s"], flush=True)
-        prompts = prompts_for(embedded, wide)
+        prompts = prompts_for(local, wide)
         sampling = [
             SamplingParams(temperature=0.8, seed=i) if sampled else SamplingParams() for i in range(64)
         ]
-        asyncio.run(load(embedded, prompts[:8], 8, sampling))  # warm
-        want = oracle(embedded, prompts, sampling)
+        asyncio.run(load(local, prompts[:8], 8, sampling))  # warm
+        want = oracle(local, prompts, sampling)
         for concurrent, count in (LOADS if not sampled else {64: 64}).items():
-            found = asyncio.run(load(embedded, prompts[:count], concurrent, sampling))
+            found = asyncio.run(load(local, prompts[:count], concurrent, sampling))
             outputs = found.pop("outputs")
             found["equal_to_oracle"] = sum(a == b for a, b in zip(outputs, want, strict=False))
             found["requests"] = count
@@ -173,12 +172,11 @@ def measure(path: str, sampled: bool, wide: bool = False) -> dict[str, Any]:
             print(concurrent, found, flush=True)
         greedy, pairs = [SamplingParams()] * 64, []
         for turn in range(5):  # in turns, because the first run of a kind is slower
-            ours = asyncio.run(load(embedded, prompts, 64, greedy, False, f"{turn}-"))
-            pairs.append((ours["tok_s"], direct_tok_s(embedded, prompts, turn)))
+            ours = asyncio.run(load(local, prompts, 64, greedy, False, f"{turn}-"))
+            pairs.append((ours["tok_s"], direct_tok_s(local, prompts, turn)))
         out["best_effort_and_direct_tok_s"] = pairs
-        assert embedded.verifier is not None
-        out["manifest"] = embedded.verifier.manifest
-        out["engine"] = getattr(embedded.engine, "facts", {})
+        out["manifest"] = local.verifier.manifest
+        out["engine"] = getattr(local.engine, "facts", {})
     return out
 
 

@@ -71,7 +71,7 @@ def verifier_process(pipe: Pipe) -> None:
 
 
 class RemoteVerifier:
-    """llm42.session.driver.VerifierClient over the pipe; every candidate counts as accepted."""
+    """llm42.session.interfaces.VerifierClient over the pipe; every candidate counts as accepted."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._numbers = pipe, iter(range(1 << 62))

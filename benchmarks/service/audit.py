@@ -25,8 +25,7 @@ from llm42.audit.compare import Finding, Verdict, throughput
 from llm42.audit.records import Claim, claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings
-from llm42.local.audit import LocalCanon
-from llm42.local.embedded import Embedded
+from llm42.local.assembly import Local
 from llm42.protocol import Request, SamplingParams, TokenLogprob
 from llm42.receipt import Answered, Keyring, Receipt, make_receipt
 
@@ -45,16 +44,15 @@ def questions(count: int, prompt: int, tokens: int) -> list[Request]:
     return made
 
 
-async def answer(whole: Embedded, asked: Sequence[Request]) -> list[Receipt]:
+async def answer(whole: Local, asked: Sequence[Request]) -> list[Receipt]:
     """Their receipts, with ids."""
-    assert whole.verifier is not None
     name, places = whole.verifier.fingerprint, asyncio.Semaphore(CONCURRENT)
 
     async def one(request: Request) -> Receipt:
         output: list[int] = []
         logprobs: list[TokenLogprob] = []
         async with places:
-            async for delta in whole.generator.generate(request):
+            async for delta in whole.generate(request):
                 output += delta.token_ids
                 logprobs += delta.logprobs
         parts = (request.prompt, request.sampling, tuple(output), tuple(logprobs), "length")
@@ -63,12 +61,10 @@ async def answer(whole: Embedded, asked: Sequence[Request]) -> list[Receipt]:
     return list(await asyncio.gather(*(one(r) for r in asked)))
 
 
-async def audit(whole: Embedded, claims: Sequence[Claim], settings: Settings) -> dict[str, float]:
+async def audit(whole: Local, claims: Sequence[Claim], settings: Settings) -> dict[str, float]:
     """Speeds of one audit. Ends the benchmark when not everything is confirmed."""
-    assert whole.verifier is not None
     found: list[Finding] = []
-    canon = LocalCanon(whole.verifier, whole.generator)
-    replayer = Replayer(canon, settings.audit, Keyring({}), whole.tokenizer, lambda _: [])
+    replayer = Replayer(whole, settings.audit, Keyring({}), whole.tokenizer, lambda _: [])
     began = time.monotonic()
     await replayer.audit(claims, found.append)
     seconds = time.monotonic() - began
@@ -78,7 +74,7 @@ async def audit(whole: Embedded, claims: Sequence[Claim], settings: Settings) ->
     return throughput(found, seconds)
 
 
-async def measure(whole: Embedded, args: Any, settings: Settings) -> dict[str, list[dict[str, float]]]:
+async def measure(whole: Local, args: Any, settings: Settings) -> dict[str, list[dict[str, float]]]:
     """Speeds of every round by kind."""
     receipts = await answer(whole, questions(args.answers, args.prompt, args.tokens))
     bare = [replace(r, output=None) for r in receipts]
@@ -103,7 +99,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     settings = Settings()
-    with Embedded(settings) as whole:
+    with Local(settings) as whole:
         speeds = asyncio.run(measure(whole, args, settings))
 
     def middle(kind: str, rate: str) -> float:

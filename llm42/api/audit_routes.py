@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
@@ -18,29 +18,26 @@ from starlette.requests import Request as HttpRequest
 
 from llm42.api import errors
 from llm42.api.asgi import ClientGone, until_disconnect
-from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.audit_limits import LimitedAnswers
+from llm42.api.backend import Backend
 from llm42.api.body_limits import ClosedPart, at_most
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.audit.compare import Finding, Verdict, summary
+from llm42.audit.question import RequestMaker
 from llm42.audit.records import Claim, claims_of, manifest_of
-from llm42.audit.replayer import Replayer, windows_per_call
-from llm42.audit.source import Planner
+from llm42.audit.replayer import REGENERATIONS, Replayer, windows_per_call
 from llm42.config import Settings
 from llm42.errors import LLM42Error, Overloaded, RequestRejected
 from llm42.protocol import Request
 from llm42.receipt import InvalidReceipt, Keyring
 from llm42.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from llm42.api.backend import Backend
-
 log = logging.getLogger(__name__)
 MAX_RUNNING = 16
 """Audits that an ingress holds at once; beyond it 429."""
-
 MAX_MANIFESTS = 1024
 """In one call."""
 
@@ -58,8 +55,9 @@ class _Audits:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, backend: Backend, keyring: Keyring) -> None:
         self._settings, self._tokenizer, self._keyring = settings, tokenizer, keyring
-        self._backend, self._bounds = backend, Bounds(settings.audit.concurrency)
-        self._planner, self._running = planner(settings, tokenizer), 0
+        self._backend, self._make, self._running = backend, request_maker(settings, tokenizer), 0
+        most = settings.audit.concurrency
+        self._limits = asyncio.Semaphore(most), asyncio.Semaphore(most * REGENERATIONS)
 
     async def fingerprint(self) -> dict[str, Any]:
         """What a client keeps beside its records."""
@@ -87,11 +85,11 @@ class _Audits:
         claims = await asyncio.to_thread(read_claims, body.records, findings)
         self._require_few(len(claims), "answers in these records")
         manifests = await asyncio.to_thread(_manifests, body.manifests)
-        canon, settings = BackendCanon(self._backend, self._bounds, policy), self._settings
+        answers, settings = LimitedAnswers(self._backend, policy, *self._limits), self._settings
         calls = settings.audit.concurrency * settings.server.ingress_replicas
         most = windows_per_call(settings.verifier.max_waiting, calls)
-        parts = (self._keyring, self._tokenizer, self._planner, manifests, most)
-        replayer = Replayer(canon, settings.audit, *parts)
+        parts = (self._keyring, self._tokenizer, self._make, manifests, most)
+        replayer = Replayer(answers, settings.audit, *parts)
         await replayer.audit(claims, findings.append)
         findings.sort(key=lambda f: (f.line, f.choice))
         results = [f.to_json() for f in findings]
@@ -135,7 +133,7 @@ def _answer(value: Any) -> Response:
     return Response(json.dumps(value), media_type="application/json")
 
 
-def planner(settings: Settings, tokenizer: Tokenizer) -> Planner:
+def request_maker(settings: Settings, tokenizer: Tokenizer) -> RequestMaker:
     """What the service makes of a stored request's body, whether it was streamed or not."""
 
     def made(body: Mapping[str, Any]) -> Sequence[Request]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from llm42.protocol import Commit, Delta, Failure, Request, Window, across_releases
+from llm42.protocol import across_releases
+from llm42.session.interfaces import Answers
 
 
 @across_releases
@@ -35,21 +35,8 @@ class Status:
     """Deterministic requests are refused: `detail` says in what the parts of the service differ."""
 
 
-class Backend(Protocol):
-    """Where answers come from."""
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """The output of one request; closing the iterator aborts it. Raises LLM42Error."""
-        ...
-
-    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
-        """The verifiers' fingerprint and manifest. agreed: only if this process makes of a request what the
-        manifest says, else VersionSkew. Raises VerifierUnavailable."""
-        ...
-
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Windows of an audit, computed without a cache. VerifierUnavailable, Overloaded: may be retried."""
-        ...
+class Backend(Answers, Protocol):
+    """Where answers come from, and how that is doing."""
 
     async def status(self) -> Status:
         """Answers within a second or two, whatever is going on."""

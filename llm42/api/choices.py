@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from llm42.protocol import Delta, Request, RequestStats
 
-Generate = Callable[[Request], AsyncIterator[Delta]]
+Deltas = AsyncGenerator[Delta, None]
+Generate = Callable[[Request], Deltas]
 
 
-def streams_of(generate: Generate, requests: Sequence[Request], prompts: int) -> list[AsyncIterator[Delta]]:
+def streams_of(generate: Generate, requests: Sequence[Request], prompts: int) -> list[Deltas]:
     """Of each choice its deltas. requests: of `prompts` prompts, as many choices of each, in order.
 
     Where the prompt's log-probabilities are asked for, a prompt's first choice computes them (as a long
     prefill, which leaves out every cache) and the others begin when they are there, which is when they would
     have them themselves. They find the prompt in the caches then.
     """
-    streams: list[AsyncIterator[Delta]] = []
+    streams: list[Deltas] = []
     each = len(requests) // prompts
     for begin in range(0, len(requests), each):
         first, *others = requests[begin : begin + each]
@@ -40,9 +41,9 @@ class _Scored:
         self._delta: Delta | None = None
         """The delta of the first choice that brought the prompt's log-probabilities."""
 
-    async def first(self) -> AsyncGenerator[Delta, None]:
+    async def first(self) -> Deltas:
         """The choice that scores the prompt."""
-        async with aclosing(self._generate(self._request)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._generate(self._request)) as deltas:
             async for delta in deltas:
                 if self._delta is None and delta.prompt_logprobs is not None:
                     self._delta = delta
@@ -50,7 +51,7 @@ class _Scored:
                 yield delta
         self._known.set()
 
-    async def other(self, request: Request) -> AsyncGenerator[Delta, None]:
+    async def other(self, request: Request) -> Deltas:
         """Another choice. When the first one fails, all of them are closed: this one waits for that."""
         await self._known.wait()
         known = self._delta
@@ -58,7 +59,7 @@ class _Scored:
             yield replace(known, stats=known.stats and RequestStats(), cached_tokens=None)
             return
         asked = request if known is None else replace(request, prompt_logprobs=None)
-        async with aclosing(self._generate(asked)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._generate(asked)) as deltas:
             async for delta in deltas:
                 yield delta if known is None else replace(delta, prompt_logprobs=known.prompt_logprobs)
                 known = None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from llm42.audit.records import Claim
-from llm42.audit.source import Planner
 from llm42.errors import LLM42Error, RequestRejected
 from llm42.protocol import Request, SamplingParams
 from llm42.receipt import Receipt, token_hash
 
+RequestMaker = Callable[[Mapping[str, Any]], Sequence[Request]]
+"""From the body of a stored request to what the service makes of it, one request a choice. Raises
+LLM42Error."""
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_k": (0, math.inf),
@@ -34,13 +37,13 @@ class Contradiction(LLM42Error):
 
 
 class Questions:
-    """Makes requests of claims. The body of a record is planned once for all its choices, so claims of one
+    """Makes requests of claims. The body of a record is read once for all its choices, so claims of one
     record should come one after another. For one thread."""
 
-    def __init__(self, planner: Planner, vocab_size: int) -> None:
-        self._planner, self._vocab_size = planner, vocab_size
+    def __init__(self, make: RequestMaker, vocab_size: int) -> None:
+        self._make, self._vocab_size = make, vocab_size
         self._line: int | None = None
-        self._planned: Sequence[Request] | LLM42Error = ()
+        self._made: Sequence[Request] | LLM42Error = ()
 
     def of(self, claim: Claim, name: str) -> Request:
         """The request as it was sent, under another id. Without a stored body, nothing is known of its end:
@@ -50,7 +53,7 @@ class Questions:
         other choices than the stored body asks for.
         """
         if claim.body is not None:
-            request = _chosen(claim, self._plan(claim))
+            request = _chosen(claim, self._requests(claim))
         else:
             assert claim.prompt is not None
             assert claim.sampling is not None
@@ -58,17 +61,17 @@ class Questions:
         self._require_possible(request, claim.output or ())
         return replace(request, request_id=name, deterministic=True, num_logprobs=0, prompt_logprobs=None)
 
-    def _plan(self, claim: Claim) -> Sequence[Request]:
+    def _requests(self, claim: Claim) -> Sequence[Request]:
         if claim.line != self._line:
             assert claim.body is not None
             self._line = claim.line
             try:
-                self._planned = self._planner(claim.body)
+                self._made = self._make(claim.body)
             except LLM42Error as error:
-                self._planned = LLM42Error(f"the stored request: {error}")
-        if isinstance(self._planned, LLM42Error):
-            raise self._planned
-        return self._planned
+                self._made = LLM42Error(f"the stored request: {error}")
+        if isinstance(self._made, LLM42Error):
+            raise self._made
+        return self._made
 
     def _require_possible(self, request: Request, output: Iterable[int]) -> None:
         sampling = request.sampling
@@ -99,24 +102,24 @@ def require_ranges(sampling: SamplingParams) -> None:
         raise RequestRejected(text, "logit_bias")
 
 
-def _chosen(claim: Claim, planned: Sequence[Request]) -> Request:
+def _chosen(claim: Claim, made: Sequence[Request]) -> Request:
     """Which of the body's requests it is: the one that the record names, else one that fits what stands
     beside the body, else the one whose number is behind the receipt's id.
 
     A body without a seed was run with the server's default of its day, which the receipt has kept.
     """
     if claim.choices is not None:
-        if claim.choices != len(planned):
-            text = f"the stored reply has {claim.choices} choices; the request asks for {len(planned)}"
+        if claim.choices != len(made):
+            text = f"the stored reply has {claim.choices} choices; the request asks for {len(made)}"
             raise Contradiction(text)
-        if claim.choice >= len(planned):
+        if claim.choice >= len(made):
             raise Contradiction(f"the stored request has no choice {claim.choice}")
-        return _seeded(claim, planned[claim.choice])
+        return _seeded(claim, made[claim.choice])
     number = _number(claim.receipt) if claim.receipt else 0
-    first = number if number < len(planned) else 0
-    order = [planned[first], *planned[:first], *planned[first + 1 :]]
-    made = [_seeded(claim, request) for request in order]
-    return next((request for request in made if _fits(claim, request)), made[0])
+    first = number if number < len(made) else 0
+    order = [made[first], *made[:first], *made[first + 1 :]]
+    seeded = [_seeded(claim, request) for request in order]
+    return next((request for request in seeded if _fits(claim, request)), seeded[0])
 
 
 def _seeded(claim: Claim, request: Request) -> Request:

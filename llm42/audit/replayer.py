@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from llm42.audit.compare import (
     Canonical,
@@ -30,20 +30,22 @@ from llm42.audit.compare import (
     text_problem,
     windows_of,
 )
-from llm42.audit.question import Contradiction, Questions
+from llm42.audit.question import Contradiction, Questions, RequestMaker
 from llm42.audit.records import Claim
-from llm42.audit.source import Canon, Planner, patiently
 from llm42.config import AuditSettings
-from llm42.errors import LLM42Error
+from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint import differing_fields
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Failure, Request, TokenLogprob, Window
 from llm42.receipt import Keyring, Signature, finite, joint
+from llm42.session.interfaces import Answers
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 REGENERATIONS = 8
 """Outputs that are generated again at a time, for each of `audit.concurrency`."""
+ATTEMPTS = 6
+T = TypeVar("T")
 
 
 def windows_per_call(max_waiting: int, calls: int) -> int:
@@ -79,19 +81,19 @@ class Replayer:
 
     def __init__(
         self,
-        canon: Canon,
+        answers: Answers,
         settings: AuditSettings,
         keyring: Keyring,
         tokenizer: Tokenizer,
-        planner: Planner,
+        make: RequestMaker,
         manifests: Mapping[str, Mapping[str, Any]] | None = None,
         batch_windows: int = 64,
     ) -> None:
         """manifests: of other fingerprints, so that a difference can be explained. batch_windows: most
         windows in one call (`windows_per_call`)."""
-        self._canon, self._settings, self._keyring = canon, settings, keyring
+        self._answers, self._settings, self._keyring = answers, settings, keyring
         self._tokenizer, self._manifests = tokenizer, manifests or {}
-        self._questions, self._batch_windows = Questions(planner, tokenizer.vocab_size), batch_windows
+        self._questions, self._batch_windows = Questions(make, tokenizer.vocab_size), batch_windows
         self._run = uuid.uuid4().hex[:12]
         self.fingerprint: str | None = None
         self._manifest: Mapping[str, Any] = {}
@@ -99,7 +101,7 @@ class Replayer:
     async def audit(self, claims: Sequence[Claim], found: Callable[[Finding], None]) -> None:
         """Tells `found` about every claim, in any order. Raises VerifierUnavailable when there is no
         verifier; what goes wrong with one claim is that claim's finding."""
-        self.fingerprint, self._manifest = await self._canon.identity()
+        self.fingerprint, self._manifest = await self._answers.fingerprint(agreed=True)
         replays: list[_Case] = []
         regenerations: list[_Case] = []
         for case in await asyncio.to_thread(lambda: [self._case(c) for c in claims]):
@@ -127,7 +129,7 @@ class Replayer:
         except Contradiction as error:
             return Finding(*place, Verdict.DIFFERS, str(error), signature)
         except Exception as error:
-            return Finding(*place, Verdict.FAILED, _told(error), signature)
+            return Finding(*place, Verdict.FAILED, _reason(error), signature)
 
     def _asked(self, claim: Claim, signature: Signature) -> _Case | Finding:
         """The same. Raises LLM42Error for a question that cannot have been asked, and Contradiction for an
@@ -165,25 +167,25 @@ class Replayer:
 
     # ---- replaying
 
-    async def _replay_all(self, batches: Any, found: Callable[[Finding], None]) -> None:
+    async def _replay_all(self, batches: Iterator[list[_Case]], found: Callable[[Finding], None]) -> None:
         for batch in batches:
             windows = [w for case in batch for w in case.windows]
             try:
-                answers = iter(await self._answers(windows))
+                answers = iter(await self._verified(windows))
             except Exception as error:
                 for case in batch:
-                    found(case.finding(Verdict.FAILED, _told(error)))
+                    found(case.finding(Verdict.FAILED, _reason(error)))
                 continue
             for case in batch:
                 own = [next(answers) for _ in case.windows]
                 found(await self._guarded(case, self._judge(case, own)))
 
-    async def _answers(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+    async def _verified(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """In order; never more than `batch_windows` of them wait in one verifier."""
         found: list[Commit | Failure] = []
         for start in range(0, len(windows), self._batch_windows):
             some = windows[start : start + self._batch_windows]
-            found += await patiently(partial(self._canon.replay, some))
+            found += await retrying(partial(self._answers.verify_cold, some))
         return found
 
     async def _guarded(self, case: _Case, finding: Awaitable[Finding]) -> Finding:
@@ -191,7 +193,7 @@ class Replayer:
         try:
             return await finding
         except Exception as error:
-            return case.finding(Verdict.FAILED, _told(error))
+            return case.finding(Verdict.FAILED, _reason(error))
 
     async def _judge(self, case: _Case, answers: Sequence[Commit | Failure]) -> Finding:
         """Compares what was recorded with what was computed."""
@@ -231,7 +233,7 @@ class Replayer:
         given = (found.recorded_token,)
         asked = Window(name, tokens, len(case.request.prompt), given, case.request.sampling, score=True)
         try:
-            (answer,) = await self._answers([asked])
+            (answer,) = await self._verified([asked])
         except LLM42Error:
             return found  # the finding stands without it
         if not isinstance(answer, Commit):
@@ -240,9 +242,9 @@ class Replayer:
 
     # ---- generating again
 
-    async def _regenerate_all(self, cases: Any, found: Callable[[Finding], None]) -> None:
+    async def _regenerate_all(self, cases: Iterator[_Case], found: Callable[[Finding], None]) -> None:
         for case in cases:
-            found(await self._guarded(case, patiently(partial(self._regenerate, case))))
+            found(await self._guarded(case, retrying(partial(self._regenerate, case))))
 
     async def _regenerate(self, case: _Case) -> Finding:
         """As many tokens as the receipt says; where there is none, until the request's own end."""
@@ -251,7 +253,7 @@ class Replayer:
             request = replace(request, max_tokens=claim.receipt.output_len, stop=(), stop_token_ids=())
         output: list[int] = []
         entries: list[TokenLogprob] = []
-        async with aclosing(self._canon.regenerate(request)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._answers.generate(request)) as deltas:
             async for delta in deltas:
                 if delta.fingerprint not in (None, claim.fingerprint):
                     return self._other_fingerprint(claim, claim.fingerprint, case.signature)
@@ -266,7 +268,18 @@ class Replayer:
         return case.finding(Verdict.DIFFERS if problem else Verdict.CONFIRMED, problem, **counted)
 
 
-def _told(error: Exception) -> str:
+async def retrying(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeats what the verifiers were too busy for, or what died with one of them: all of it is pure."""
+    for attempt in range(ATTEMPTS - 1):
+        try:
+            return await call()
+        except (VerifierUnavailable, Overloaded) as error:
+            log.info("tried again: %s", error)
+            await asyncio.sleep(min(5.0, 0.1 * 3**attempt))
+    return await call()
+
+
+def _reason(error: Exception) -> str:
     """A finding's reason. An error that is not ours is a bug: the log has it, the other records go on."""
     if isinstance(error, LLM42Error):
         return str(error)

@@ -1,4 +1,4 @@
-"""The `audit` command: what it prints and how it exits."""
+"""The `audit` command."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.file import AuditFileError, Records, read_records
 from llm42.audit.records import manifest_of
+from llm42.audit.remote import RemoteAudit
+from llm42.cli.progress import progress_bar
 from llm42.config import Settings
 from llm42.receipt import InvalidReceipt, Keyring, Signature
 
-out, err = Console(), Console(stderr=True, soft_wrap=True)
+if TYPE_CHECKING:
+    from llm42.local.assembly import Local
+
+out = Console()
 SHOWN = 20
 """Findings that are printed; --json has all of them."""
 NO_RECORDS = (InvalidReceipt, AuditFileError)
@@ -53,9 +50,8 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
     records = read_records(options.file)
     for file in options.manifests:
         _add_manifest(records, file)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     findings = [Finding(b.line, 0, f"line {b.line}", Verdict.BAD_RECORD, b.message) for b in records.bad]
-    with Progress(*columns, TimeElapsedColumn(), console=err) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("starting", total=len(records.claims))
 
         def found(finding: Finding) -> None:
@@ -69,15 +65,13 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
 
         if settings is None:
             assert options.url is not None
-            from llm42.audit.remote import RemoteAudit
-
             began = time.monotonic()
             RemoteAudit(options.url, options.api_key).audit(records, found)
         else:
-            from llm42.local.audit import LocalAudit
+            from llm42.local.assembly import Local
 
             keyring, again = Keyring.load(settings.audit), any(c.output is None for c in records.claims)
-            with LocalAudit(settings, again, step) as local:
+            with Local(settings, engine=again, progress=step) as local:
                 began = time.monotonic()
                 asyncio.run(_replayed(local, settings, keyring, records, found))
     if options.require_signature:
@@ -87,15 +81,15 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
 
 
 async def _replayed(
-    local: Any, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
+    local: Local, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
-    from llm42.api.audit_routes import planner
+    from llm42.api.audit_routes import request_maker
     from llm42.audit.replayer import Replayer, windows_per_call
 
-    makes = planner(settings, local.tokenizer)
+    make = request_maker(settings, local.tokenizer)
     most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
-    parts = (settings.audit, keyring, local.tokenizer, makes, records.manifests, most)
-    await Replayer(local.canon, *parts).audit(records.claims, found)
+    parts = (settings.audit, keyring, local.tokenizer, make, records.manifests, most)
+    await Replayer(local, *parts).audit(records.claims, found)
 
 
 def _add_manifest(records: Records, file: Path) -> None:

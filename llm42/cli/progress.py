@@ -1,4 +1,4 @@
-"""The steps of a start, shown in the terminal."""
+"""What is going on, shown in the terminal."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ import time
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 err = Console(stderr=True)
+
+
+def progress_bar() -> Progress:
+    """For work of a known number of pieces: what it is at, a bar, how many are done, the time."""
+    text = TextColumn("{task.description}")
+    return Progress(
+        SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=err
+    )
 
 
 class Steps:

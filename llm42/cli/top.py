@@ -1,4 +1,4 @@
-"""`llm42 top`: the dashboard's figures in a terminal, from the metrics page of a service or of a command.
+"""`llm42 top`: the dashboard's figures in a terminal, from the metrics page of a service.
 
 A page holds counters since the start; what happened in between is the difference of two pages.
 """

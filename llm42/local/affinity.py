@@ -8,25 +8,27 @@ which way a change of kernels leads."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings
+from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VerificationFailed
 from llm42.local.affinity_trace import OperatorDifference, first_difference
+from llm42.local.assembly import Local, Progress
+from llm42.local.demo import PROMPTS
 from llm42.protocol import Failure, Request, SamplingParams, Window
 from llm42.session.driver import Generator
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.scheduler import Verifier
+from llm42_kernels.cpu import cpu_operators
 
 EQUAL = 1e-5
 """Log-probabilities this near are equal: sums over the vocabulary in another order differ by less."""
 TRACED_TOKENS = 24
 WINDOWS_AT_ONCE = 64
-
-Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
@@ -143,8 +145,6 @@ async def fast_outputs(
 
 def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """The demonstration's prompts, repeated with other endings as often as needed."""
-    from llm42.local.demo import PROMPTS
-
     endings = ("", " Answer in detail.", " Keep it short and simple.", " Give an example.")
     texts = [PROMPTS[i % len(PROMPTS)] + endings[i // len(PROMPTS) % len(endings)] for i in range(count)]
     return [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": t}])) for t in texts]
@@ -159,30 +159,23 @@ def measure_affinity(
 ) -> AffinityReport:
     """Runs the configured fast path under load, compares its outputs with the verifier's, and operators where
     this process can see them. Raises LLM42Error."""
-    from llm42.engine.torch.engine import TorchEngine
-    from llm42.local.embedded import Embedded
-    from llm42_kernels.cpu import cpu_operators
-
-    with Embedded(settings, True, progress) as embedded:
-        verifier = embedded.verifier
-        assert verifier is not None
-        prompts = chat_prompts(embedded.tokenizer, requests)
+    with Local(settings, progress=progress) as local:
+        prompts = chat_prompts(local.tokenizer, requests)
         progress("Generating")
-        outputs = asyncio.run(fast_outputs(embedded.generator, prompts, max_tokens, concurrent))
-        progress("Replaying")
+        outputs = asyncio.run(fast_outputs(local.generator, prompts, max_tokens, concurrent))
+        progress("Comparing")
         tokens, logprobs = [o.tokens for o in outputs], [o.logprobs for o in outputs]
-        found = asyncio.run(compare_outputs(verifier, prompts, tokens, logprobs))
-        report = AffinityReport(settings.engine.kind, verifier.fingerprint, requests, concurrent, found)
-        engine = embedded.engine
+        found = asyncio.run(compare_outputs(local.verifier, prompts, tokens, logprobs))
+        report = AffinityReport(settings.engine.kind, local.verifier.fingerprint, requests, concurrent, found)
+        engine = local.engine
         if not isinstance(engine, TorchEngine) or settings.model.device != "cpu":
             report.note = "operators are compared where both sides run in this process on CPU"
             return report
         progress("Comparing operators")
-        sequence = (*outputs[0].prompt, *outputs[0].tokens)[: len(outputs[0].prompt) + TRACED_TOKENS]
-        report.operator = first_difference(
-            settings, engine.model, cpu_operators(), verifier.manifest, sequence, len(outputs[0].prompt),
-            concurrent,
-        )  # fmt: skip
+        prompt = outputs[0].prompt
+        sequence = (*prompt, *outputs[0].tokens)[: len(prompt) + TRACED_TOKENS]
+        parts = settings, engine.model, cpu_operators(), local.verifier.manifest
+        report.operator = first_difference(*parts, sequence, len(prompt), concurrent)
         if report.operator is None:
             report.note = f"no operator differs over {len(sequence)} tokens"
         return report

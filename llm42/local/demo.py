@@ -6,17 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.local.embedded import Embedded
-from llm42.protocol import Delta, Request, RequestStats, SamplingParams
-from llm42.session.driver import Generator
-from llm42.telemetry.metrics import Metrics, NullMetrics
-from llm42.telemetry.request_metrics import Observed
-from llm42.text.tokenizer import Tokenizer
+from llm42.local.assembly import Local
+from llm42.protocol import Request, RequestStats, SamplingParams
 from llm42.verifier.certify.cpu import Certificate
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.linear import batch_dependent
@@ -104,8 +100,7 @@ Progress = Callable[[str, int], None]
 class Demo:
     """Two engines' worth of traffic on one engine and one verifier."""
 
-    generator: Generator
-    tokenizer: Tokenizer
+    local: Local
     requests: int
     load: int
     tokens: int
@@ -136,22 +131,22 @@ class Demo:
         return self._compare(alone, loaded, middle - began, end - middle)
 
     async def _one(self, request_id: str, index: int, deterministic: bool, label: str = "") -> Output:
-        text = self.tokenizer.apply_chat_template(
+        text = self.local.tokenizer.apply_chat_template(
             [{"role": "user", "content": PROMPTS[index % len(PROMPTS)]}]
         )
         request = Request(
             request_id,
-            tuple(self.tokenizer.encode(text)),
+            tuple(self.local.tokenizer.encode(text)),
             self.tokens,
             SamplingParams(temperature=self.temperature, seed=index),
             deterministic,
-            stop_token_ids=self.tokenizer.eos_token_ids,
+            stop_token_ids=self.local.tokenizer.eos_token_ids,
             num_logprobs=0,
         )
         ids: list[int] = []
         logprobs: list[float] = []
         stats = None
-        async for delta in self._observed(request):
+        async for delta in self.local.generate(request):
             ids += delta.token_ids
             logprobs += [x.logprob for x in delta.logprobs]
             stats = delta.stats or stats
@@ -159,12 +154,9 @@ class Demo:
             self.progress(label, 1)
         return ids, logprobs, stats
 
-    def _observed(self, request: Request) -> AsyncGenerator[Delta, None]:
-        return Observed(request, self.generator.metrics).run(self.generator.generate(request))
-
     async def _noise(self) -> None:
         """`load` best-effort streams of random prompts and lengths, each replaced when it ends."""
-        rng, ids = random.Random(1), min(10000, self.tokenizer.vocab_size)
+        rng, ids = random.Random(1), min(10000, self.local.tokenizer.vocab_size)
 
         async def stream(n: int) -> None:
             for k in range(10**6):
@@ -172,7 +164,7 @@ class Demo:
                 request = Request(
                     f"noise-{n}-{k}", prompt, rng.randrange(8, 64), SamplingParams(temperature=1.0)
                 )
-                async for _ in self._observed(request):
+                async for _ in self.local.generate(request):
                     pass
 
         await asyncio.gather(*(stream(n) for n in range(self.load)))
@@ -209,7 +201,6 @@ def run_demo(
     tokens: int = 128,
     temperature: float = 0.0,
     progress: Progress = lambda _what, _done: None,
-    metrics: Metrics | None = None,
 ) -> DemoResult:
     """Loads, certifies, runs both modes with the configured engine, on the configured device. Raises
     LLM42Error."""
@@ -217,11 +208,8 @@ def run_demo(
     def products(certificate: Certificate) -> Operators | None:
         return batch_dependent(cpu_operators()) if _needs_stand_in(settings, certificate) else None
 
-    said = metrics or NullMetrics()
-    with Embedded(settings, True, lambda what: progress(what, 0), said, products) as embedded:
-        assert embedded.verifier is not None
-        assert embedded.certificate is not None
-        demo = Demo(embedded.generator, embedded.tokenizer, requests, load, tokens, temperature, progress)
+    with Local(settings, progress=lambda what: progress(what, 0), operators=products) as local:
+        demo = Demo(local, requests, load, tokens, temperature, progress)
 
         async def both() -> tuple[ModeResult, ModeResult]:
             return await demo.mode(False), await demo.mode(True)
@@ -230,9 +218,9 @@ def run_demo(
         return DemoResult(
             model=settings.model.name,
             numerics=_numerics(settings),
-            fast_path_products=_products_label(settings, embedded.certificate),
-            row_counts_matter=embedded.certificate.row_counts_matter,
-            fingerprint=embedded.verifier.fingerprint,
+            fast_path_products=_products_label(settings, local.certificate),
+            row_counts_matter=local.certificate.row_counts_matter,
+            fingerprint=local.verifier.fingerprint,
             requests=requests,
             load=load,
             tokens=tokens,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from llm42.config import SessionSettings
 from llm42.errors import FingerprintChanged, LLM42Error, VerificationFailed
 from llm42.protocol import Commit, Request, RequestStats, TokenLogprob, Window
-from llm42.session.verify_call import VerifierClient, verify
+from llm42.session.interfaces import VerifierClient
+from llm42.session.verify_call import verify
 from llm42.telemetry.tracing import Tracer
 
 CHUNK = 512

@@ -1,4 +1,4 @@
-"""Verify calls: where they go, what may come of one, and when it is repeated."""
+"""Verify calls: what may come of one, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from llm42.config import SessionSettings
 from llm42.errors import LLM42Error, Overloaded, StepFailed, VerificationFailed, VerifierUnavailable
-from llm42.protocol import Commit, Failure, Window
+from llm42.protocol import Commit, Window
+from llm42.session.interfaces import VerifierClient
 from llm42.telemetry.tracing import Tracer
 
 log = logging.getLogger(__name__)
 PAUSES_S = (0.05, 0.2, 0.8, 2.0)
 """Before the tries after the first; the last one repeats."""
-
-
-class VerifierClient(Protocol):
-    """Where windows go. Answers come in the order of the windows."""
-
-    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
-        pure."""
-        ...
-
-    def release(self, request_id: str) -> None:
-        """The request is over: the verifier may drop what it holds for it. Returns at once, never raises."""
-        ...
 
 
 class Again(Enum):

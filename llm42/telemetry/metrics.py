@@ -1,8 +1,8 @@
 """Every metric, defined once (name, kind, help, unit, labels, buckets), and the interface that emits them.
 
 Code that counts takes a `Metrics` and names a definition of this file: `metrics.inc(ROLLBACKS)`. Inside Ray
-the sink is deployments/llm42_serve/ray_metrics.py, which puts `ray_` before each name; embedded, it is
-llm42/telemetry/prometheus.py; else `NullMetrics`. Counters get the suffix `_total` from the sinks.
+the sink is deployments/llm42_serve/ray_metrics.py, which puts `ray_` before each name; else it is
+`NullMetrics`. Counters get the suffix `_total` from the sink.
 
 No label is unbounded: each has a fixed list of values, whatever else comes becoming "other", or is bounded by
 how many processes there are, which its definition says.

@@ -69,7 +69,7 @@ class LocalBackend:
             raise VerifierUnavailable("No verifier is ready.")
         return FINGERPRINT, MANIFEST
 
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         return await self.verifier.verify(windows, cold=True)
 
     async def status(self) -> Status:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from llm42.audit.replayer import Replayer
 from llm42.config import AuditSettings
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint
-from llm42.local.audit import LocalCanon
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.receipt import (
     Answered,
@@ -39,7 +38,7 @@ KEYS = Keyring({"k1": b"0123456789abcdef"}, "k1")
 Stored = list[dict[str, Any]]
 
 
-def planner(body: Any) -> list[Request]:
+def requests_of(body: Any) -> list[Request]:
     """The service's would apply templates; here a body names what it wants by itself."""
     stops = tuple(body.get("stop_token_ids", ()))
     seed = body["seed"]
@@ -101,8 +100,8 @@ def stored(tiny: Lab, requests: list[Request]) -> Stored:
 
 
 @dataclass
-class Canon(LocalCanon):
-    """A verifier, with the fingerprint that the records claim; counts, and may be made to misbehave."""
+class Judge:
+    """`Answers` of a verifier, with the fingerprint that the records claim; counts, and can misbehave."""
 
     verifier: Verifier
     cold: bool = True
@@ -114,10 +113,11 @@ class Canon(LocalCanon):
     running: int = 0
     most: int = 0
 
-    async def identity(self) -> tuple[str, dict[str, Any]]:
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, dict[str, Any]]:
+        assert agreed
         return self.name, self.manifest
 
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         self.calls.append(len(windows))
         self.running += 1
         self.most = max(self.most, self.running)
@@ -128,14 +128,15 @@ class Canon(LocalCanon):
         finally:
             self.running -= 1
 
-    def regenerate(self, request: Request) -> AsyncIterator[Delta]:
-        return self.generator.generate(request)
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        deltas: AsyncGenerator[Delta, None] = self.generator.generate(request)
+        return deltas
 
 
-async def audit(lab: Lab, canon: Canon, records: Records, **settings: Any) -> list[Finding]:
+async def audit(lab: Lab, judge: Judge, records: Records, **settings: Any) -> list[Finding]:
     found: list[Finding] = []
     limits = AuditSettings(**settings)
-    replayer = Replayer(canon, limits, KEYS, lab.tokenizer, planner, records.manifests)
+    replayer = Replayer(judge, limits, KEYS, lab.tokenizer, requests_of, records.manifests)
     await replayer.audit(records.claims, found.append)
     assert sorted((f.line, f.choice) for f in found) == [(c.line, c.choice) for c in records.claims]
     return sorted(found, key=lambda f: f.line)
@@ -146,16 +147,16 @@ def odd_ones(findings: Sequence[Finding]) -> list[Finding]:
 
 
 async def test_500_stored_answers_are_confirmed_from_a_cold_cache(lab: Lab, stored: Stored) -> None:
-    canon = Canon(lab.verifier().start())
-    findings = await audit(lab, canon, records_of(stored), batch_tokens=1024)
+    judge = Judge(lab.verifier().start())
+    findings = await audit(lab, judge, records_of(stored), batch_tokens=1024)
     assert len(findings) == ANSWERS
     assert odd_ones(findings) == []
     assert {f.signature for f in findings} == {Signature.VALID}
-    stats = canon.verifier.stats()
+    stats = judge.verifier.stats()
     assert stats.cached_rows == 0
     assert stats.kv_held_blocks == stats.idle_sequences == 0, "an audit leaves nothing behind"
-    assert len(canon.calls) < ANSWERS / 10, "many windows a call"
-    assert canon.most <= AuditSettings().concurrency
+    assert len(judge.calls) < ANSWERS / 10, "many windows a call"
+    assert judge.most <= AuditSettings().concurrency
     assert sum(f.rows for f in findings) == stats.rows
 
 
@@ -188,7 +189,7 @@ async def test_one_token_one_bit_and_one_byte_in_500_answers_are_found(lab: Lab,
     """Each in an answer of its own; nothing else is reported."""
     records, wrong = changed(stored, 119, 5)
     records[222], records[77] = with_one_bit(stored[222], 3), with_one_byte(stored[77])
-    findings = odd_ones(await audit(lab, Canon(lab.verifier().start()), records_of(records)))
+    findings = odd_ones(await audit(lab, Judge(lab.verifier().start()), records_of(records)))
     assert [f.line for f in findings] == [78, 120, 223]
     byte, token, bit = findings
     assert (byte.verdict, byte.signature) == (Verdict.BAD_SIGNATURE, Signature.INVALID)
@@ -210,7 +211,7 @@ async def test_the_first_token_that_differs_is_named_with_both_log_probabilities
     """First, middle and last token of an answer of 12."""
     at = 119
     records, wrong = changed(stored, at, index)
-    (odd,) = odd_ones(await audit(lab, Canon(lab.verifier().start()), records_of(records[at - 5 : at + 5])))
+    (odd,) = odd_ones(await audit(lab, Judge(lab.verifier().start()), records_of(records[at - 5 : at + 5])))
     assert odd.difference is not None
     receipt = Receipt.from_json(stored[at]["receipt"])
     assert receipt.output is not None
@@ -230,7 +231,7 @@ async def test_what_the_verifier_gives_the_recorded_token_is_reported(lab: Lab, 
     token, logprob = next(x for x in commit.logprobs[0].top if x[0] != commit.next_token)
     flat = {"fingerprint": FINGERPRINT, "prompt": list(receipt.prompt), "output": [token]}
     line = flat | {"sampling": sampling_to_json(receipt.sampling)}
-    (odd,) = await audit(lab, Canon(verifier), records_of([line]))
+    (odd,) = await audit(lab, Judge(verifier), records_of([line]))
     assert odd.difference is not None
     assert odd.difference.recorded_logprob is None
     assert odd.difference.recorded_token_canonical_logprob == logprob
@@ -244,15 +245,15 @@ async def test_a_log_probability_is_found_by_its_hash_when_only_that_is_stored(
     values = [math.nextafter(stored[7]["logprobs"][0], 0), *stored[7]["logprobs"][1:]]
     forged = KEYS.sign(replace(receipt, logprobs_sha256=logprob_hash(values)))
     records = records_of([stored[6]["receipt"], forged.to_json()])
-    good, bad = await audit(lab, Canon(lab.verifier().start()), records)
+    good, bad = await audit(lab, Judge(lab.verifier().start()), records)
     assert (good.verdict, bad.verdict) == (Verdict.CONFIRMED, Verdict.DIFFERS)
     assert "logprobs_sha256" in bad.reason
 
 
 async def test_control_a_verifier_with_other_bits_does_not_confirm(lab: Lab, stored: Stored) -> None:
     """One-ulp errors in an operator: if the audit compared nothing, this would pass too."""
-    canon = Canon(lab.verifier(plants=["one-ulp"]).start())
-    findings = await audit(lab, canon, records_of(stored[:60]))
+    judge = Judge(lab.verifier(plants=["one-ulp"]).start())
+    findings = await audit(lab, judge, records_of(stored[:60]))
     assert len(odd_ones(findings)) > 5
 
 
@@ -262,12 +263,12 @@ async def test_control_an_audit_that_trusts_the_cache_is_misled_by_it(lab: Lab, 
 
     async def run(cold: bool) -> int:
         verifier = lab.verifier().start()
-        warm = Canon(verifier, cold=False)
+        warm = Judge(verifier, cold=False)
         records = records_of(stored[40:60])
         assert odd_ones(await audit(lab, warm, records)) == []
         kv = verifier._runner.kv  # type: ignore[attr-defined]
         kv.fill(range(verifier._pool.num_blocks), 0.5)
-        return len(odd_ones(await audit(lab, Canon(verifier, cold=cold), records)))
+        return len(odd_ones(await audit(lab, Judge(verifier, cold=cold), records)))
 
     assert await run(cold=True) == 0
     assert await run(cold=False) > 0
@@ -275,13 +276,13 @@ async def test_control_an_audit_that_trusts_the_cache_is_misled_by_it(lab: Lab, 
 
 async def test_an_answer_longer_than_a_window_takes_several(lab: Lab, stored: Stored) -> None:
     long = [i for i in range(ANSWERS) if len(stored[i]["logprobs"]) == 12][:8]
-    canon = Canon(lab.verifier().start())
-    findings = await audit(lab, canon, records_of([stored[i] for i in long]), max_window=5)
+    judge = Judge(lab.verifier().start())
+    findings = await audit(lab, judge, records_of([stored[i] for i in long]), max_window=5)
     assert odd_ones(findings) == []
-    assert sum(canon.calls) == 3 * len(long)
+    assert sum(judge.calls) == 3 * len(long)
     for index in (4, 5, 9, 10, 11):
         records, _ = changed(stored, long[0], index)
-        (odd,) = await audit(lab, canon, records_of([records[long[0]]]), max_window=5)
+        (odd,) = await audit(lab, judge, records_of([records[long[0]]]), max_window=5)
         assert odd.difference is not None
         assert odd.difference.index == index
 
@@ -301,27 +302,27 @@ async def test_another_fingerprint_is_named_with_the_fields_that_differ(lab: Lab
         flat | {"fingerprint": "llm42-0"},
     ]
     lines.append(flat | {"fingerprint": "llm42-1", "manifest": theirs})
-    canon = Canon(lab.verifier().start(), manifest=ours)
-    known, unknown, wrong = await audit(lab, canon, records_of(lines))
+    judge = Judge(lab.verifier().start(), manifest=ours)
+    known, unknown, wrong = await audit(lab, judge, records_of(lines))
     assert {f.verdict for f in (known, unknown, wrong)} == {Verdict.OTHER_FINGERPRINT}
     assert known.fields == {"device.threads": (2, 1)}
     assert "no manifest" in unknown.reason
     assert "belongs to neither" in wrong.reason
-    assert canon.calls == [], "nothing is computed for it"
+    assert judge.calls == [], "nothing is computed for it"
 
 
 async def test_verifiers_replaced_during_an_audit_confirm_nothing(lab: Lab, stored: Stored) -> None:
-    canon = Canon(lab.verifier().start())
-    canon.verifier.fingerprint = "another"
-    findings = await audit(lab, canon, records_of(stored[:3]))
+    judge = Judge(lab.verifier().start())
+    judge.verifier.fingerprint = "another"
+    findings = await audit(lab, judge, records_of(stored[:3]))
     assert {f.verdict for f in findings} == {Verdict.OTHER_FINGERPRINT}
 
 
 async def test_busy_verifiers_are_asked_again_and_dead_ones_lose_no_record(lab: Lab, stored: Stored) -> None:
-    canon = Canon(lab.verifier().start())
-    canon.failures = [Overloaded("full"), VerifierUnavailable("gone")]
-    assert odd_ones(await audit(lab, canon, records_of(stored[:20]))) == []
-    bug = Canon(lab.verifier().start(), failures=[RuntimeError("a bug")])
+    judge = Judge(lab.verifier().start())
+    judge.failures = [Overloaded("full"), VerifierUnavailable("gone")]
+    assert odd_ones(await audit(lab, judge, records_of(stored[:20]))) == []
+    bug = Judge(lab.verifier().start(), failures=[RuntimeError("a bug")])
     findings = await audit(lab, bug, records_of(stored[:40]), batch_tokens=256)
     failed = odd_ones(findings)
     assert 0 < len(failed) < 40
@@ -331,7 +332,7 @@ async def test_busy_verifiers_are_asked_again_and_dead_ones_lose_no_record(lab: 
 async def test_what_no_model_can_have_said_is_a_failure_of_that_record(lab: Lab, stored: Stored) -> None:
     flat = {"fingerprint": FINGERPRINT, "sampling": {"seed": "1"}}
     lines = [stored[0], flat | {"prompt": [600], "output": [1]}, flat | {"prompt": [1] * 800, "output": [1]}]
-    good, outside, long = await audit(lab, Canon(lab.verifier().start()), records_of(lines))
+    good, outside, long = await audit(lab, Judge(lab.verifier().start()), records_of(lines))
     assert good.verdict == Verdict.CONFIRMED
     assert (outside.verdict, long.verdict) == (Verdict.FAILED, Verdict.FAILED)
     assert "vocabulary" in outside.reason
@@ -342,12 +343,12 @@ async def test_a_hash_alone_is_audited_by_generating_again(
     lab: Lab, stored: Stored, requests: list[Request]
 ) -> None:
     verifier = lab.verifier().start()
-    canon = Canon(verifier, generator=lab.generator(lab.engine(), verifier))
+    judge = Judge(verifier, generator=lab.generator(lab.engine(), verifier))
     bare = [replace(Receipt.from_json(stored[i]["receipt"]), output=None) for i in (20, 21, 44, 47)]
-    assert odd_ones(findings := await audit(lab, canon, records_of([r.to_json() for r in bare]))) == []
+    assert odd_ones(findings := await audit(lab, judge, records_of([r.to_json() for r in bare]))) == []
     assert all(f.regenerated for f in findings)
     wrong = KEYS.sign(replace(bare[1], output_sha256=bare[0].output_sha256))
-    findings = await audit(lab, canon, records_of([bare[0].to_json(), wrong.to_json()]))
+    findings = await audit(lab, judge, records_of([bare[0].to_json(), wrong.to_json()]))
     assert [f.verdict for f in findings] == [Verdict.CONFIRMED, Verdict.DIFFERS]
     assert "output_sha256" in findings[1].reason
 
@@ -356,9 +357,9 @@ async def test_text_alone_is_generated_again_and_compared(lab: Lab) -> None:
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(), verifier)
     body = {"prompt": "", "seed": 3, "length": 12, "max_tokens": 20}
-    answer = await collect(generator, planner(body)[0])
+    answer = await collect(generator, requests_of(body)[0])
     stop = {**body, "stop": [answer.text[4:6]]}
-    cut = await collect(generator, planner(stop)[0])
+    cut = await collect(generator, requests_of(stop)[0])
     assert cut.text == answer.text[:4]
     base = {"fingerprint": FINGERPRINT}
     tokens = base | {"request": body, "output": list(answer.tokens)}
@@ -373,7 +374,7 @@ async def test_text_alone_is_generated_again_and_compared(lab: Lab) -> None:
         tokens | {"prompt": [9, 9]},
         base | {"request": body | {"max_tokens": 0}, "text": ""},
     ]
-    findings = await audit(lab, Canon(verifier, generator=generator), records_of(lines))
+    findings = await audit(lab, Judge(verifier, generator=generator), records_of(lines))
     assert [f.verdict for f in findings] == [
         *[Verdict.CONFIRMED] * 3,
         *[Verdict.DIFFERS] * 5,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+import llm42.api.audit_limits as audit_limits
 import llm42.api.audit_routes as audit_api
-import llm42.api.audit_source as audit_canon
-from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.audit_limits import LimitedAnswers
 from llm42.api.keys import KeyPolicy
 from llm42.audit.file import parse_lines
 from llm42.audit.remote import BATCH_ANSWERS, _batches
@@ -62,13 +62,13 @@ async def test_many_short_answers_leave_room_in_the_verifiers_queue(lab: Lab, se
     """300 answers of one token are far below batch_tokens, and more windows than a verifier lets wait."""
     async with client(lab, settings) as (http, backend):
         calls: list[int] = []
-        replay = backend.replay
+        verify = backend.verify_cold
 
         async def counted(windows: Sequence[Window]) -> list[Commit | Failure]:
             calls.append(len(windows))
-            return await replay(windows)
+            return await verify(windows)
 
-        backend.replay = counted  # type: ignore[method-assign]
+        backend.verify_cold = counted  # type: ignore[method-assign]
         found = await audit(http, [flat(i) for i in range(300)])
         assert {r["verdict"] for r in found} <= {"confirmed", "differs"}, "each is computed"
     assert sorted(c for c in calls if c > 1) == [44, 64, 64, 64, 64], "and one window to explain a difference"
@@ -85,13 +85,13 @@ async def test_an_answer_of_many_windows_is_sent_in_pieces(
     settings = Settings.load(tree)
     async with client(lab, settings) as (http, backend):
         calls: list[int] = []
-        replay = backend.replay
+        verify = backend.verify_cold
 
         async def counted(windows: Sequence[Window]) -> list[Commit | Failure]:
             calls.append(len(windows))
-            return await replay(windows)
+            return await verify(windows)
 
-        backend.replay = counted  # type: ignore[method-assign]
+        backend.verify_cold = counted  # type: ignore[method-assign]
         body = ASK | {"receipt": {"output": "tokens"}}
         receipt = (await post(http, "/v1/completions", body))["llm42"]["receipt"]
         (found,) = await audit(http, [receipt])
@@ -186,14 +186,18 @@ def key(settings: Settings, share: float) -> KeyPolicy:
     return KeyPolicy(made, settings)
 
 
-async def consume(canon: BackendCanon) -> list[Delta]:
-    return [delta async for delta in canon.regenerate(REQUEST)]
+def limits_of(concurrency: int) -> tuple[asyncio.Semaphore, asyncio.Semaphore]:
+    return asyncio.Semaphore(concurrency), asyncio.Semaphore(concurrency * REGENERATIONS)
+
+
+async def consume(answers: LimitedAnswers) -> list[Delta]:
+    return [delta async for delta in answers.generate(REQUEST)]
 
 
 async def test_all_audits_of_an_ingress_share_the_places_for_generating_again(settings: Settings) -> None:
-    backend, bounds = Gated(), Bounds(1)
-    canons = [BackendCanon(backend, bounds, KeyPolicy(None, settings)) for _ in range(5)]  # type: ignore[arg-type]
-    tasks = [asyncio.create_task(consume(c)) for c in canons for _ in range(REGENERATIONS)]
+    backend, limits = Gated(), limits_of(1)
+    audits = [LimitedAnswers(backend, KeyPolicy(None, settings), *limits) for _ in range(5)]  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(consume(a)) for a in audits for _ in range(REGENERATIONS)]
     await backend.settled()
     assert backend.running == REGENERATIONS
     backend.gate.set()
@@ -205,15 +209,15 @@ async def test_generating_again_counts_towards_the_keys_share_and_waits_for_it(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key may have two outputs under way; one is taken by a request of its own."""
-    monkeypatch.setattr(audit_canon, "KEY_PAUSE_S", 0.0)
-    monkeypatch.setattr(audit_canon, "KEY_TRIES", 10**9)
+    monkeypatch.setattr(audit_limits, "KEY_PAUSE_S", 0.0)
+    monkeypatch.setattr(audit_limits, "KEY_TRIES", 10**9)
     backend, places = Gated(), settings.engine.max_batch / settings.server.ingress_replicas
     policy = key(settings, 2 / places)
     own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
     first = asyncio.create_task(anext(own))
     await backend.settled()
-    canon = BackendCanon(backend, Bounds(4), policy)  # type: ignore[arg-type]
-    tasks = [asyncio.create_task(consume(canon)) for _ in range(6)]
+    answers = LimitedAnswers(backend, policy, *limits_of(4))  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(consume(answers)) for _ in range(6)]
     await backend.settled()
     assert backend.running == 1
     backend.gate.set()
@@ -247,29 +251,29 @@ async def test_an_audit_over_http_is_counted_so(
 
 
 async def test_an_audit_that_ends_early_gives_its_places_back(settings: Settings) -> None:
-    backend, bounds, policy = Gated(), Bounds(1), key(settings, 1.0)
-    canon = BackendCanon(backend, bounds, policy)  # type: ignore[arg-type]
-    tasks = [asyncio.create_task(consume(canon)) for _ in range(2 * REGENERATIONS)]
+    backend, limits, policy = Gated(), limits_of(1), key(settings, 1.0)
+    answers = LimitedAnswers(backend, policy, *limits)  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(consume(answers)) for _ in range(2 * REGENERATIONS)]
     await backend.settled()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await backend.settled()
-    assert (backend.running, policy._held, bounds.outputs._value) == (0, 0, REGENERATIONS)
+    assert (backend.running, policy._held, limits[1]._value) == (0, 0, REGENERATIONS)
 
 
 async def test_a_key_without_room_fails_the_record_in_the_end(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_canon, "KEY_PAUSE_S", 0.0)
+    monkeypatch.setattr(audit_limits, "KEY_PAUSE_S", 0.0)
     backend, policy = Gated(), key(settings, 1e-9)
     own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
     first = asyncio.create_task(anext(own))
     await backend.settled()
-    canon = BackendCanon(backend, Bounds(1), policy)  # type: ignore[arg-type]
+    answers = LimitedAnswers(backend, policy, *limits_of(1))  # type: ignore[arg-type]
     with pytest.raises(LLM42Error, match="the key 'k' had no place left"):
-        await consume(canon)
+        await consume(answers)
     backend.gate.set()
     await first
     await own.aclose()
-    assert len(await consume(canon)) == 1
+    assert len(await consume(answers)) == 1

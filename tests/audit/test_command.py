@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import llm42.cli.main as cli
-from llm42.local.embedded import Embedded
+from llm42.local.assembly import Local
 from llm42.receipt import Answered, Keyring, make_receipt, sampling_to_json
 from tests.support import Lab, collect, request_of
 
@@ -38,9 +38,8 @@ def config(tiny: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stored(tiny: Lab) -> Lines:
     """Answers with signed receipts and token ids, and the server's manifest."""
 
-    async def answers(whole: Embedded) -> Lines:
+    async def answers(whole: Local) -> Lines:
         lines = []
-        assert whole.verifier is not None
         for i in range(COUNT):
             request = request_of(f"r{i}", i, 8 + i, 6)
             answer = await collect(whole.generator, request)
@@ -51,7 +50,7 @@ def stored(tiny: Lab) -> Lines:
         lines.append({"fingerprint": whole.verifier.fingerprint, "manifest": whole.verifier.manifest})
         return lines
 
-    with Embedded(tiny.settings) as whole:
+    with Local(tiny.settings) as whole:
         return asyncio.run(answers(whole))
 
 

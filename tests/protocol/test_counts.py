@@ -1,4 +1,4 @@
-"""The embedded metrics against what the requests themselves report."""
+"""The metrics against what the requests themselves report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from llm42.cli.top import Interval, Page
-from llm42.local.embedded import Reporting
 from llm42.protocol import RequestStats
 from llm42.session.driver import Generator
 from llm42.telemetry import metrics as m
-from llm42.telemetry.prometheus import PrometheusMetrics
-from llm42.telemetry.request_metrics import Observed
+from llm42.telemetry.request_metrics import Observed, VerifierReport
+from tests.metrics_page import PrometheusMetrics
 from tests.support import Lab, bare, request_of
 
 
@@ -26,7 +25,7 @@ def page_of(metrics: PrometheusMetrics) -> Page:
 async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
     metrics = PrometheusMetrics("tiny")
     engine, verifier = lab.engine(corrupt_share=0.2), lab.verifier().start()
-    reporting = Reporting(verifier, lab.settings, metrics)
+    report = VerifierReport(verifier, lab.settings, metrics)
     settings = lab.settings.model_copy(update={"engine": bare(engine).settings})
     generator = Generator(engine, lab.tokenizer, settings, verifier, metrics)
 
@@ -39,7 +38,7 @@ async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
 
     stats = await asyncio.gather(*(one(i, True) for i in range(6)))
     await asyncio.gather(*(one(i + 6, False) for i in range(2)))
-    reporting.close()
+    report.report()
     page = page_of(metrics)
     for field, metric in (
         ("rollbacks", m.ROLLBACKS),

@@ -22,7 +22,7 @@ from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.options import EngineUnavailable
 from llm42.engine.vllm.sampling import token_logprobs
 from llm42.errors import Overloaded
-from llm42.local.embedded import Embedded
+from llm42.local.assembly import Local
 from llm42.protocol import Request, SamplingParams
 from tests.support import (
     PENALISED,
@@ -256,13 +256,13 @@ def test_the_model_runner_is_told(lab: Lab, caplog: pytest.LogCaptureFixture) ->
     assert f"model_runner {engine.facts['model_runner']}" in caplog.text
 
 
-def test_embedded_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:
+def test_one_process_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:
     vllm_pool.close()  # room for one more
     engine = {"kind": "vllm", "vllm": vllm_settings()}
     settings = Settings.load(lab.settings.model_dump(mode="json") | {"engine": engine})
-    request = request_of("embedded", 6, sampling=GREEDY)
-    with Embedded(settings) as embedded:
-        answer = asyncio.run(collect(embedded.generator, request))
+    request = request_of("local", 6, sampling=GREEDY)
+    with Local(settings) as local:
+        answer = asyncio.run(collect(local.generator, request))
         best = replace(request, request_id="best", deterministic=False)
-        assert len(asyncio.run(collect(embedded.generator, best)).tokens) == request.max_tokens
+        assert len(asyncio.run(collect(local.generator, best)).tokens) == request.max_tokens
     assert differences(answer, lab.oracle(request)) == []

@@ -40,7 +40,7 @@ class Scripted:
     async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
         return "f00d", {"weights": "w"}
 
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         return [Failure(w.request_id, "scripted", "no verifier here") for w in windows]
 
     async def status(self) -> Status:

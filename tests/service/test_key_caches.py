@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from llm42.api.app import create_app
-from llm42.api.audit_source import BackendCanon, Bounds
+from llm42.api.audit_limits import LimitedAnswers
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.api.requests import CompletionBody
@@ -102,8 +102,8 @@ def test_an_audit_generates_within_its_keys_caches() -> None:
     policy = KeyPolicy(KEYED.server.api_keys[0], KEYED)
 
     async def run() -> None:
-        canon = BackendCanon(Scripted(note), Bounds(1), policy)
-        async for _ in canon.regenerate(Request("r", (1, 2), 1)):
+        answers = LimitedAnswers(Scripted(note), policy, asyncio.Semaphore(1), asyncio.Semaphore(1))
+        async for _ in answers.generate(Request("r", (1, 2), 1)):
             pass
 
     asyncio.run(run())

@@ -255,13 +255,13 @@ async def test_audits_are_refused_too(world: World) -> None:
         assert shown["manifest"]["request"] == world.verifier.manifest["request"], "it is still shown"
 
 
-async def test_a_replay_compares_by_itself(world: World) -> None:
+async def test_a_cold_verification_compares_by_itself(world: World) -> None:
     """Between an audit's first look and its windows, another replica may have taken over."""
     replica: Any = world.replica()
     window = Window("w", (5, 6), 2, (7,), SamplingParams())
-    refusal = await replica.replay([window], replica._facts | {"code": "another"})
+    refusal = await replica.verify_cold([window], replica._facts | {"code": "another"})
     assert isinstance(refusal, VersionSkew)
-    (answer,) = await replica.replay([window], replica._facts)
+    (answer,) = await replica.verify_cold([window], replica._facts)
     assert isinstance(answer, Commit), "the control"
 
 
@@ -314,7 +314,7 @@ async def test_a_stream_does_not_go_on_with_another_release(world: World) -> Non
 OTHER_PROCESS = """
 import json, pickle, sys
 from pathlib import Path
-from llm42.api.audit_routes import planner
+from llm42.api.audit_routes import request_maker
 from llm42.config import Settings
 from llm42.fingerprint import request_facts
 from llm42.text.tokenizer import Tokenizer
@@ -327,7 +327,7 @@ for name in ("same", "context", "template", "library"):
     if name == "library":
         sys.path.insert(0, libraries)
     tokenizer = Tokenizer.load(settings.model.path)
-    found[name] = planner(settings, tokenizer)(body)[0], request_facts(settings, tokenizer)
+    found[name] = request_maker(settings, tokenizer)(body)[0], request_facts(settings, tokenizer)
 sys.stdout.buffer.write(pickle.dumps(found))
 """
 

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 
 from llm42.cli.errors import setting_error
-from llm42.cli.main import _announce
+from llm42.cli.serve import _announce
 from llm42.config import Settings
 
 

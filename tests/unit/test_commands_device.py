@@ -16,7 +16,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from llm42.checkpoint import load
 from llm42.checkpoint.load import DeviceUnavailable, load_for
 from llm42.cli import main as cli
 from llm42.cli.errors import actionable
@@ -146,8 +145,7 @@ def test_the_devices_own_certifier_is_asked(
 
         return run
 
-    monkeypatch.setattr(load, "require_device", lambda _: None)
-    monkeypatch.setattr(load, "load_model", lambda *_: SimpleNamespace(device=device))
+    monkeypatch.setattr("llm42.cli.certify.load_model", lambda *_: SimpleNamespace(device=device))
     monkeypatch.setattr(verifier_build, "certify_on_cuda", certifier("cuda"))
     monkeypatch.setattr(verifier_build, "certify_cpu", certifier("cpu"))
     config = _config(tmp_path, model={"device": device})

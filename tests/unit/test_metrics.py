@@ -1,12 +1,11 @@
-"""The metric definitions and the embedded sink."""
+"""The metric definitions, and labels as a sink takes them."""
 
 from __future__ import annotations
 
 import re
-import urllib.request
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from llm42.telemetry.metrics import (
     CATALOGUE,
@@ -19,7 +18,7 @@ from llm42.telemetry.metrics import (
     Metric,
     Scope,
 )
-from llm42.telemetry.prometheus import MetricsPortTaken, PrometheusMetrics, metrics_page
+from tests.metrics_page import PrometheusMetrics
 
 ASKED_FOR = {
     *("candidate_tokens", "committed_tokens", "rolled_back_tokens", "windows", "rollbacks"),
@@ -61,8 +60,8 @@ def test_an_incomplete_definition_is_noticed() -> None:
     assert len(problems(wrong)) == 4
 
 
-def test_the_prometheus_sink_counts() -> None:
-    metrics = PrometheusMetrics("tiny", registry=CollectorRegistry())
+def test_a_sink_counts() -> None:
+    metrics = PrometheusMetrics("tiny")
     metrics.inc(WINDOWS, 3)
     metrics.inc(REQUESTS, mode="deterministic", outcome="finished")
     metrics.observe(VERIFY_SECONDS, 0.2)
@@ -82,16 +81,3 @@ def test_a_label_never_has_more_values_than_defined() -> None:
     text = generate_latest(metrics.registry).decode()
     assert 'outcome="other"} 100.0' in text
     assert "made up" not in text
-
-
-def test_the_metrics_page() -> None:
-    metrics = PrometheusMetrics("tiny")
-    metrics.inc(WINDOWS, 2)
-    with metrics_page(metrics, 0) as url:
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            assert b'llm42_windows_total{model="tiny"} 2.0' in reply.read()
-        port = int(url.split(":")[2].split("/")[0])
-        with pytest.raises(MetricsPortTaken, match=f"{port}"), metrics_page(metrics, port):
-            pass
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(url, timeout=5)

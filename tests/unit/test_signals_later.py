@@ -70,7 +70,8 @@ def test_other_signals_can_be_handled_meanwhile() -> None:
 
 ELSEWHERE = """
 import signal, sys, threading, time
-from llm42.cli.main import _interrupt, until_interrupted
+from llm42.cli.main import _interrupt
+from llm42.cli.serve import until_interrupted
 signal.signal(signal.SIGTERM, _interrupt)
 
 def other():

@@ -20,9 +20,9 @@ from llm42.errors import Overloaded
 from llm42.protocol import Delta, FinishReason, Request, RequestStats
 from llm42.telemetry.logs import LOGGERS, configure, event
 from llm42.telemetry.metrics import NullMetrics
-from llm42.telemetry.prometheus import PrometheusMetrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.tracing import NullTracer, OtelTracer, Tracer, TracingUnavailable, make_tracer
+from tests.metrics_page import PrometheusMetrics
 
 REQUEST = Request("cmpl-1-0", (7, 8, 9), 4, deterministic=True)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

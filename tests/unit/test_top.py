@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from llm42.cli.main import app
 from llm42.cli.top import Interval, NoMetrics, Page, sections, view
 from llm42.telemetry import metrics as m
-from llm42.telemetry.prometheus import PrometheusMetrics, metrics_page
+from tests.metrics_page import PrometheusMetrics, metrics_page
 
 
 def page(metrics: PrometheusMetrics, taken: float = 0.0) -> Page:
@@ -80,7 +80,7 @@ def test_everything_fits_a_terminal() -> None:
 def test_the_command() -> None:
     metrics = PrometheusMetrics("tiny")
     metrics.inc(m.ROLLBACKS, 7)
-    with metrics_page(metrics, 0) as url:
+    with metrics_page(metrics) as url:
         shown = CliRunner().invoke(app, ["top", "--once", url])
     assert shown.exit_code == 0
     assert "rollbacks" in shown.output
@@ -95,5 +95,5 @@ def test_a_page_of_something_else_is_refused() -> None:
     metrics = PrometheusMetrics("tiny")
     metrics.registry = CollectorRegistry()
     Counter("other", "of another program", registry=metrics.registry)
-    with metrics_page(metrics, 0) as url, pytest.raises(NoMetrics, match="has no metrics of LLM-42"):
+    with metrics_page(metrics) as url, pytest.raises(NoMetrics, match="has no metrics of LLM-42"):
         Page.fetch(url)

@@ -263,7 +263,7 @@ def test_a_start_that_fails_late_leaves_no_vllm_behind(monkeypatch: pytest.Monke
 
 
 def test_vllm_is_imported_only_when_an_engine_starts() -> None:
-    modules = "llm42.engine.vllm.engine, llm42.engine.build, llm42.local.embedded"
+    modules = "llm42.engine.vllm.engine, llm42.engine.build, llm42.local.assembly"
     code = f"import sys, {modules}, llm42_serve.replica.fastpath"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print([m for m in sys.modules if m.split('.')[0] == 'vllm'])"],

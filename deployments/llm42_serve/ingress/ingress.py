@@ -50,7 +50,7 @@ class RayBackend:
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
         self._fingerprint = fastpath.options(method_name="fingerprint")
-        self._replay = fastpath.options(method_name="replay")
+        self._verify_cold = fastpath.options(method_name="verify_cold")
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The output of one request, over as many replicas as it takes (failover.py)."""
@@ -95,9 +95,9 @@ class RayBackend:
         found: tuple[str, dict[str, Any]] = await self._ask(self._fingerprint, facts)
         return found
 
-    async def replay(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """By way of a replica too."""
-        found: list[Commit | Failure] = await self._ask(self._replay, list(windows), self._facts)
+        found: list[Commit | Failure] = await self._ask(self._verify_cold, list(windows), self._facts)
         return found
 
     async def _ask(self, method: DeploymentHandle, *args: Any) -> Any:

@@ -114,7 +114,7 @@ class FastPath:
         except LLM42Error as error:
             return error
 
-    async def replay(
+    async def verify_cold(
         self, windows: list[Window], facts: Facts | None = None
     ) -> list[Commit | Failure] | LLM42Error:
         """Audited windows, computed by a verifier without its cache. facts: of who made them."""

@@ -108,7 +108,7 @@ class VerifierPool:
 
     async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
         """One try: commits (or final failures) in order. VerifierUnavailable or Overloaded may be retried.
-        cold: for replays of stored answers; computed without the cache.
+        cold: windows of stored answers; computed without the cache.
 
         A verifier that died is replaced within seconds, so this waits for one to be ready; the caller bounds
         the wait (session.verify_timeout_s).

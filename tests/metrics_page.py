@@ -1,4 +1,4 @@
-"""The metric sink of one process, through prometheus-client: for the command line, without Ray."""
+"""A sink for metrics that shows them as a Prometheus page, as Ray shows a service's."""
 
 from __future__ import annotations
 
@@ -9,22 +9,15 @@ from typing import Any
 import prometheus_client as prom
 from prometheus_client import CollectorRegistry
 
-from llm42.errors import LLM42Error
 from llm42.telemetry.metrics import CATALOGUE, COMMON, Kind, Metric
 
 
-class MetricsPortTaken(LLM42Error):
-    """The port for the metrics page cannot be used."""
-
-    code = "metrics_port_taken"
-
-
 class PrometheusMetrics:
-    """Emits into `registry` (a new one when None). Counters exist from the start, at 0."""
+    """Emits into a registry of its own. Counters exist from the start, at 0."""
 
-    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, model: str) -> None:
         """model: the value of a label that every series has."""
-        self.registry = CollectorRegistry() if registry is None else registry
+        self.registry = CollectorRegistry()
         self._common = {"model": model, "verifier": "local"}
         self._series: dict[str, Any] = {m.name: self._make(m) for m in CATALOGUE}
         for metric in CATALOGUE:
@@ -59,14 +52,9 @@ class PrometheusMetrics:
 
 
 @contextmanager
-def metrics_page(metrics: PrometheusMetrics, port: int) -> Iterator[str]:
-    """Serves the metrics on 127.0.0.1 while the block lasts (port 0: a free one) and yields the page's
-    address. Raises MetricsPortTaken."""
-    try:
-        server, thread = prom.start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
-    except OSError as error:
-        reason = f"127.0.0.1:{port} cannot be used ({error.strerror}): choose another port for the metrics"
-        raise MetricsPortTaken(reason) from error
+def metrics_page(metrics: PrometheusMetrics) -> Iterator[str]:
+    """Serves the metrics on a free port of 127.0.0.1 while the block lasts, and yields the page's address."""
+    server, thread = prom.start_http_server(0, addr="127.0.0.1", registry=metrics.registry)
     try:
         yield f"http://127.0.0.1:{server.server_port}/metrics"
     finally:
