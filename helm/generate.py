@@ -33,11 +33,11 @@ def settings_definitions() -> dict[str, Any]:
 
 
 def _clean(node: Any) -> Any:
-    """Without titles and defaults (helm's values decide), and with integers that helm keeps exactly."""
+    """Without titles and defaults (helm's values decide), texts in a line, integers helm keeps exactly."""
     if isinstance(node, list):
         return [_clean(x) for x in node]
     if not isinstance(node, dict):
-        return node
+        return " ".join(node.split()) if isinstance(node, str) else node
     kept = {
         key: _clean(value) for key, value in node.items() if key != "default" and not _is_title(key, value)
     }

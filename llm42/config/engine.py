@@ -5,97 +5,69 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from llm42.config.section import TEST_PLANT, Section
+from llm42.config.section import TEST_PLANT, PositiveShare, Section, Share
 from llm42.host.cores import usable_cores
 
 
 class VllmSettings(Section):
     """vLLM (`kind: vllm`). Of the other fields of `engine` it uses `gpus` and `resources`."""
 
-    dtype: Literal["bfloat16", "float16", "float32"] | None = Field(
-        None, description="null: the model's dtype. Candidates agree best when it is the same."
-    )
-    gpu_memory_utilization: float = Field(
-        0.6,
-        gt=0,
-        le=1,
-        description="Share of the GPU's memory for vLLM. A verifier on the same GPU needs the rest.",
-    )
-    max_num_seqs: int = Field(256, gt=0, description="Requests decoded together.")
-    max_num_batched_tokens: int | None = Field(
-        None, gt=0, description="Most tokens in one step; null: vLLM's default."
-    )
-    tensor_parallel_size: int = Field(1, gt=0, description="GPUs of a fast-path replica.")
-    enforce_eager: bool = Field(
-        False, description="Without compilation and CUDA graphs: starts faster, runs slower."
-    )
-    custom_ops: tuple[str, ...] = Field(
-        (),
-        description='Operators that vLLM does not compile, such as "+rms_norm" (its compilation custom_ops).',
-    )
-    sampled_agreement: bool = Field(
-        False,
-        description="Deterministic requests that do not decode greedily propose the canonical sampler's"
-        " tokens, through a logits processor of ours. It slows such requests down and may change vLLM's model"
-        " runner for all.",
-    )
-    structured_outputs: bool = Field(
-        False,
-        description="Best-effort requests may ask for JSON (response_format). On GPUs only; vLLM then loads"
-        " the tokenizer too.",
-    )
-    stall_s: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds after which a vLLM that has requests and says nothing is taken for dead: its"
-        " replica is replaced.",
-    )
-    export_dir: str = Field(
-        ".cache/exports", description="vLLM reads no GGUF files: where one is kept in the form that it reads."
-    )
-    extra_args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="More arguments of vLLM's AsyncEngineArgs; they override the above, and what the service"
-        " depends on is refused.",
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """null: the model's dtype. Candidates agree best when it is the same."""
+    gpu_memory_utilization: PositiveShare = 0.6
+    """Share of the GPU's memory for vLLM. A verifier on the same GPU needs the rest."""
+    max_num_seqs: PositiveInt = 256
+    """Requests decoded together."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Most tokens in one step; null: vLLM's default."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of a fast-path replica."""
+    enforce_eager: bool = False
+    """Without compilation and CUDA graphs: starts faster, runs slower."""
+    custom_ops: tuple[str, ...] = ()
+    """Operators that vLLM does not compile, such as "+rms_norm" (its compilation custom_ops)."""
+    sampled_agreement: bool = False
+    """Deterministic requests that do not decode greedily propose the canonical sampler's tokens, through a
+    logits processor of ours. It slows such requests down and may change vLLM's model runner for all."""
+    structured_outputs: bool = False
+    """Best-effort requests may ask for JSON (response_format). On GPUs only; vLLM then loads the tokenizer
+    too."""
+    stall_s: PositiveFloat = 300.0
+    """Seconds after which a vLLM that has requests and says nothing is taken for dead: its replica is
+    replaced."""
+    export_dir: str = ".cache/exports"
+    """vLLM reads no GGUF files: where one is kept in the form that it reads."""
+    extra_args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM's AsyncEngineArgs; they override the above, and what the service depends on
+    is refused."""
 
 
 class EngineSettings(Section):
     """The fast path: what decodes, and proposes candidates to the verifier."""
 
-    kind: Literal["torch", "vllm"] = Field(
-        "torch",
-        description="torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e"
-        " '.[vllm]').",
-    )
+    kind: Literal["torch", "vllm"] = "torch"
+    """torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e '.[vllm]')."""
     vllm: VllmSettings = VllmSettings()
-    kv_tokens: int = Field(16384, gt=0, description="KV cache of a fast-path replica, in tokens.")
-    block_size: int = Field(16, gt=0, description="Tokens of a KV block.")
-    max_batch: int = Field(32, gt=0, description="Requests decoded together.")
-    prefill_chunk: int = Field(256, gt=0, description="Most prompt tokens in one step.")
-    threads: int = Field(
-        0, ge=0, description="CPU threads of a replica's engine; 0: half of the cores, at least one."
-    )
-    gpus: float = Field(
-        0.9,
-        gt=0,
-        description="GPUs that Ray reserves for a replica, when model.device is cuda (with"
-        " tensor_parallel_size, of each GPU). A verifier fits beside it.",
-    )
-    resources: dict[str, float] = Field(
-        default_factory=dict,
-        description="Other Ray resources that a replica needs, such as {fast: 0.01}: they decide which nodes"
-        " it may be on.",
-    )
-    corrupt_share: Annotated[float, TEST_PLANT] = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="Test plant: this share of the candidates is made wrong. Deterministic output does not"
-        " change by it.",
-    )
+    kv_tokens: PositiveInt = 16384
+    """KV cache of a fast-path replica, in tokens."""
+    block_size: PositiveInt = 16
+    """Tokens of a KV block."""
+    max_batch: PositiveInt = 32
+    """Requests decoded together."""
+    prefill_chunk: PositiveInt = 256
+    """Most prompt tokens in one step."""
+    threads: NonNegativeInt = 0
+    """CPU threads of a replica's engine; 0: half of the cores, at least one."""
+    gpus: PositiveFloat = 0.9
+    """GPUs that Ray reserves for a replica, when model.device is cuda (with tensor_parallel_size, of each
+    GPU). A verifier fits beside it."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Other Ray resources that a replica needs, such as {fast: 0.01}: they decide which nodes it may be
+    on."""
+    corrupt_share: Annotated[Share, TEST_PLANT] = 0.0
+    """Test plant: this share of the candidates is made wrong. Deterministic output does not change by it."""
 
     @property
     def places(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from llm42.errors import LaunchFailed
 
 APP_NAME = "llm42"
 IMPORT_PATH = "llm42_serve.app:build"
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def read_serve_config(path: str | Path) -> Settings:
@@ -33,89 +32,78 @@ def read_serve_config(path: str | Path) -> Settings:
                 " Serve (server.host and server.port are settings)"
             )
         return absolute(Settings.load(data))
-    reader = _Reader(source)
-    reader.require_known(data, "", _TOP)
-    return absolute(Settings.load(reader.settings(data)))
+    return absolute(Settings.load(_settings(source, data)))
 
 
-def _is(*allowed: Any) -> Callable[[Any], bool]:
-    return lambda value: value in allowed
-
-
-def _anything(_: Any) -> bool:
-    return True
-
-
-_TOP: dict[str, Callable[[Any], bool]] = {
-    "proxy_location": _is("HeadOnly", "EveryNode"),
-    "http_options": _anything,
-    "applications": _anything,
-    "grpc_options": _is(),
-    "logging_config": _is(),
+_TOP: dict[str, tuple[str, ...] | None] = {
+    "proxy_location": ("HeadOnly", "EveryNode"),
+    "http_options": None,
+    "applications": None,
+    "grpc_options": (),
+    "logging_config": (),
 }
-_HTTP: dict[str, Callable[[Any], bool]] = {
-    "host": _anything,
-    "port": _anything,
-    "root_path": _is(),
-    "request_timeout_s": _is(),
-    "keep_alive_timeout_s": _is(),
+_HTTP: dict[str, tuple[str, ...] | None] = {
+    "host": None,
+    "port": None,
+    "root_path": (),
+    "request_timeout_s": (),
+    "keep_alive_timeout_s": (),
 }
-_APPLICATION: dict[str, Callable[[Any], bool]] = {
-    "name": _is(APP_NAME),
-    "route_prefix": _is("/"),
-    "import_path": _is(IMPORT_PATH),
-    "args": _anything,
-    "deployments": _is(),
-    "runtime_env": _is(),
-    "logging_config": _is(),
+_APPLICATION: dict[str, tuple[str, ...] | None] = {
+    "name": (APP_NAME,),
+    "route_prefix": ("/",),
+    "import_path": (IMPORT_PATH,),
+    "args": None,
+    "deployments": (),
+    "runtime_env": (),
+    "logging_config": (),
 }
-"""Names that Ray Serve knows, each with the values that `llm42 serve` honours, beside empty ones."""
+"""Names that Ray Serve knows, each with the values that `llm42 serve` honours, beside empty ones; None: all."""
 
 
-class _Reader:
-    """The checks of one file."""
+def _settings(source: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings tree, with host and port of http_options in it."""
+    _require_known(source, data, "", _TOP)
+    http = _mapping(source, data.get("http_options"), "http_options")
+    _require_known(source, http, "http_options.", _HTTP)
+    applications = data["applications"]
+    if not isinstance(applications, list) or len(applications) != 1:
+        count = f", and has {len(applications)}" if isinstance(applications, list) else ""
+        raise _refusal(source, "applications", f"a list of one application is needed{count}")
+    application = _mapping(source, applications[0], "applications[0]")
+    _require_known(source, application, "applications[0].", _APPLICATION)
+    args = _mapping(source, application.get("args"), "applications[0].args")
+    server = _mapping(source, args.get("server"), "applications[0].args.server")
+    given = {key: http[key] for key in ("host", "port") if http.get(key) is not None}
+    return {**args, "server": {**given, **server}}
 
-    def __init__(self, source: Path) -> None:
-        self._source = source
 
-    def settings(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings tree, with host and port of http_options in it."""
-        http = self._mapping(data.get("http_options"), "http_options")
-        self.require_known(http, "http_options.", _HTTP)
-        applications = data["applications"]
-        if not isinstance(applications, list) or len(applications) != 1:
-            count = f", and has {len(applications)}" if isinstance(applications, list) else ""
-            raise self._refusal("applications", f"a list of one application is needed{count}")
-        application = self._mapping(applications[0], "applications[0]")
-        self.require_known(application, "applications[0].", _APPLICATION)
-        args = self._mapping(application.get("args"), "applications[0].args")
-        server = self._mapping(args.get("server"), "applications[0].args.server")
-        given = {key: http[key] for key in ("host", "port") if http.get(key) is not None}
-        return {**args, "server": {**given, **server}}
+def _require_known(
+    source: Path, found: Mapping[str, Any], where: str, known: Mapping[str, tuple[str, ...] | None]
+) -> None:
+    """Refuses names that are not in `known`, and values that would not be honoured."""
+    for name, value in found.items():
+        if name not in known:
+            raise LaunchFailed(
+                f"{source}: {where}{name}: there is no such name here; known are {', '.join(known)}"
+            )
+        honoured = known[name]
+        if honoured is not None and value not in (*honoured, None, "", [], {}):
+            raise _refusal(source, f"{where}{name}", f"`llm42 serve` does not honour {value!r}")
 
-    def require_known(
-        self, found: Mapping[str, Any], where: str, known: Mapping[str, Callable[[Any], bool]]
-    ) -> None:
-        """Refuses names that are not in `known`, and values that would not be honoured."""
-        for name, value in found.items():
-            if name not in known:
-                raise LaunchFailed(
-                    f"{self._source}: {where}{name}: there is no such name here; known are {', '.join(known)}"
-                )
-            if not any(value == empty for empty in _EMPTY) and not known[name](value):
-                raise self._refusal(f"{where}{name}", f"`llm42 serve` does not honour {value!r}")
 
-    def _mapping(self, value: Any, where: str) -> Mapping[str, Any]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            raise self._refusal(where, f"a mapping is needed, not {value!r}")
-        return value
+def _mapping(source: Path, value: Any, where: str) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refusal(source, where, f"a mapping is needed, not {value!r}")
+    return value
 
-    def _refusal(self, where: str, why: str) -> LaunchFailed:
-        return LaunchFailed(
-            f"{self._source}: {where}: {why}. On a cluster such a file is run by: serve deploy {self._source}"
-        )
+
+def _refusal(source: Path, where: str, why: str) -> LaunchFailed:
+    return LaunchFailed(
+        f"{source}: {where}: {why}. On a cluster such a file is run by: serve deploy {source}"
+    )
 
 
 def absolute(settings: Settings) -> Settings:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from llm42.config.section import Section
+from llm42.config.section import Section, Share
 
 GPU_DEFAULTS: dict[str, Any] = {
     "block_size": 64,
@@ -26,77 +26,40 @@ def _or_null(schema: dict[str, Any]) -> None:
 class VerifierSettings(Section):
     """The canonical verifier: its tokens are the deterministic output."""
 
-    kv_tokens: int = Field(
-        16384,
-        gt=0,
-        description="KV cache of a verifier, in tokens. null: by model.device, 16384 on a CPU, 131072 on a"
-        " GPU.",
-        json_schema_extra=_or_null,
-    )
-    block_size: int = Field(
-        16,
-        gt=0,
-        description="Tokens of a KV block. null: by model.device, 16 on a CPU, 64 on a GPU.",
-        json_schema_extra=_or_null,
-    )
-    buckets: tuple[int, ...] = Field(
-        (8, 16, 24, 32, 48, 64, 96, 128),
-        description="Step sizes, in rows. Certification keeps those that give the same bits on this machine."
-        " null: by model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU, and powers of two from 1 to 1024"
-        " on a GPU.",
-        json_schema_extra=_or_null,
-    )
-    threads: int = Field(
-        1, ge=1, description="CPU threads. Part of the fingerprint: another number may give other bits."
-    )
-    affinity: Literal["none", "vllm"] = Field(
-        "none",
-        description="Whose bits the canonical ones shall be, so that little is rolled back. vllm: those of"
-        " vLLM's compiled decode on a Hopper GPU, which then does not split its attention, and runs without"
-        " cuBLAS workspace as verifiers do; none: the fastest kernels.",
-    )
-    logits_dtype: Literal["auto", "float32", "activation"] = Field(
-        "auto",
-        description="activation: logits are rounded to model.dtype before anything else, as vLLM does unless"
-        " its head_dtype is float32. auto: activation with affinity vllm, else float32.",
-    )
-    gpus: float = Field(
-        0.1, gt=0, description="GPUs that Ray reserves for a verifier, when model.device is cuda."
-    )
-    resources: dict[str, float] = Field(
-        default_factory=dict,
-        description="Other Ray resources that a verifier needs: they decide which nodes it may be on.",
-    )
-    target_queue_s: float = Field(
-        0.5,
-        gt=0,
-        description="Seconds that windows may wait. Beyond it replicas admit less, and verifiers are added"
-        " (server.max_verifiers).",
-    )
-    idle_s: float = Field(
-        120.0,
-        gt=0,
-        description="KV of a request that has sent no window for so many seconds is freed (its replica may"
-        " have died).",
-    )
-    scale_down_s: float = Field(
-        120.0, gt=0, description="An added verifier is given up after so many seconds without much to do."
-    )
-    audit_share: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="This share of the windows is computed again by another verifier, from a cold cache, and"
-        " compared bit by bit.",
-    )
-    max_waiting: int = Field(
-        256, gt=0, description="Windows that may wait; beyond it the verifier says that it is overloaded."
-    )
-    certificate_dir: str | None = Field(
-        ".cache/certificates",
-        description="Where certificates are kept, so that a restart need not certify again; null: never"
-        " kept.",
-    )
+    kv_tokens: PositiveInt = Field(16384, json_schema_extra=_or_null)
+    """KV cache of a verifier, in tokens. null: by model.device, 16384 on a CPU, 131072 on a GPU."""
+    block_size: PositiveInt = Field(16, json_schema_extra=_or_null)
+    """Tokens of a KV block. null: by model.device, 16 on a CPU, 64 on a GPU."""
+    buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), json_schema_extra=_or_null)
+    """Step sizes, in rows. Certification keeps those that give the same bits on this machine. null: by
+    model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU, and powers of two from 1 to 1024 on a GPU."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads. Part of the fingerprint: another number may give other bits."""
+    affinity: Literal["none", "vllm"] = "none"
+    """Whose bits the canonical ones shall be, so that little is rolled back. vllm: those of vLLM's
+    compiled decode on a Hopper GPU, which then does not split its attention, and runs without cuBLAS
+    workspace as verifiers do; none: the fastest kernels."""
+    logits_dtype: Literal["auto", "float32", "activation"] = "auto"
+    """activation: logits are rounded to model.dtype before anything else, as vLLM does unless its
+    head_dtype is float32. auto: activation with affinity vllm, else float32."""
+    gpus: PositiveFloat = 0.1
+    """GPUs that Ray reserves for a verifier, when model.device is cuda."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Other Ray resources that a verifier needs: they decide which nodes it may be on."""
+    target_queue_s: PositiveFloat = 0.5
+    """Seconds that windows may wait. Beyond it replicas admit less, and verifiers are added
+    (server.max_verifiers)."""
+    idle_s: PositiveFloat = 120.0
+    """KV of a request that has sent no window for so many seconds is freed (its replica may have died)."""
+    scale_down_s: PositiveFloat = 120.0
+    """An added verifier is given up after so many seconds without much to do."""
+    audit_share: Share = 0.01
+    """This share of the windows is computed again by another verifier, from a cold cache, and compared bit
+    by bit."""
+    max_waiting: PositiveInt = 256
+    """Windows that may wait; beyond it the verifier says that it is overloaded."""
+    certificate_dir: str | None = ".cache/certificates"
+    """Where certificates are kept, so that a restart need not certify again; null: never kept."""
 
     @property
     def rounds_logits(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from llm42.config.section import Section
 
@@ -13,25 +13,16 @@ LEASE_MARGIN_S = 14.0
 class WatchSettings(Section):
     """How long (seconds) a process may be silent before another one takes its place."""
 
-    verifier_s: float = Field(
-        60.0,
-        gt=0,
-        description="A verifier that was ready and does not answer for so long is killed and started anew.",
-    )
-    verifier_start_s: float = Field(
-        900.0,
-        gt=0,
-        description="The same before it is ready: it may wait for a device, or load what is large.",
-    )
-    supervisor_s: float = Field(
-        12.0, gt=0, description="The same for the supervisor, as each replica sees it."
-    )
-    supervisor_start_s: float = Field(
-        120.0, gt=0, description="The same before the supervisor has answered that replica at all."
-    )
-    lease_s: float = Field(
+    verifier_s: PositiveFloat = 60.0
+    """A verifier that was ready and does not answer for so long is killed and started anew."""
+    verifier_start_s: PositiveFloat = 900.0
+    """The same before it is ready: it may wait for a device, or load what is large."""
+    supervisor_s: PositiveFloat = 12.0
+    """The same for the supervisor, as each replica sees it."""
+    supervisor_start_s: PositiveFloat = 120.0
+    """The same before the supervisor has answered that replica at all."""
+    lease_s: PositiveFloat = Field(
         30.0,
-        gt=0,
         description="A verifier that nobody asks how it is for so long ends itself; a supervisor after half"
         f" of it. At least {LEASE_MARGIN_S:.0f} s more than supervisor_s.",
     )
