@@ -26,6 +26,7 @@ from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.host.threads import set_threads, torch_threads
+from llm42.local.demo_products import batch_dependent
 from llm42.models.weights import LoadedModel
 from llm42.protocol import (
     Commit,
@@ -47,7 +48,6 @@ from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
-from llm42_kernels.linear import batch_dependent
 
 VOCAB = 512
 END = 0

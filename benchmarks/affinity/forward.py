@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.affinity.compiled import CHUNK, Compiled
 from llm42.models.weights import LayerWeights, LoadedModel
-from llm42_kernels.linear import lm_head_cublas_into
+from llm42_kernels.linear_cuda import lm_head_cublas_into
 from llm42_kernels.rmsnorm import launch_sum_norm
 from llm42_kernels.rotary import rotary_triton
 from llm42_kernels.silu_mul import silu_mul_library_exp

@@ -39,7 +39,7 @@ from llm42.checkpoint.load import load_model
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
 from llm42.text.tokenizer import Tokenizer
-from llm42_kernels.linear import lm_head_cublas_into
+from llm42_kernels.linear_cuda import lm_head_cublas_into
 from llm42_kernels.rmsnorm import launch_sum_norm
 from llm42_kernels.silu_mul import silu_mul_library_exp
 

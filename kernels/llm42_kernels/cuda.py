@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llm42_kernels import linear, rmsnorm, rotary, silu_mul
-from llm42_kernels.operators import Operators
+from llm42_kernels import linear_cuda, rmsnorm, rotary, silu_mul
+from llm42_kernels.operators import Operators, choose
 
 PROVIDERS: dict[str, dict[str, Callable[..., Any]]] = {
-    "linear": linear.CUDA_PROVIDERS,
+    "linear": linear_cuda.CUDA_PROVIDERS,
     "rms_norm": rmsnorm.CUDA_PROVIDERS,
     "rotary": rotary.CUDA_PROVIDERS,
     "silu_mul": silu_mul.CUDA_PROVIDERS,
-    "lm_head": linear.CUDA_LM_HEAD_PROVIDERS,
+    "lm_head": linear_cuda.CUDA_LM_HEAD_PROVIDERS,
 }
 """Operator -> provider name -> function."""
 
@@ -42,12 +42,4 @@ def candidates(affinity: str = "none") -> dict[str, tuple[str, ...]]:
 
 def cuda_operators(chosen: Mapping[str, str] | None = None) -> Operators:
     """The named provider of each operator; an operator that is not named gets its fastest one."""
-    names = {op: (chosen or {}).get(op, next(iter(table))) for op, table in PROVIDERS.items()}
-    return Operators(
-        linear=linear.CUDA_PROVIDERS[names["linear"]],
-        rms_norm=rmsnorm.CUDA_PROVIDERS[names["rms_norm"]],
-        rotary=rotary.CUDA_PROVIDERS[names["rotary"]],
-        silu_mul=silu_mul.CUDA_PROVIDERS[names["silu_mul"]],
-        lm_head=linear.CUDA_LM_HEAD_PROVIDERS[names["lm_head"]],
-        providers=tuple(sorted(names.items())),
-    )
+    return choose(PROVIDERS, chosen)

@@ -6,8 +6,9 @@ certification chose; the fast path takes the ordinary kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,16 @@ class Operators:
     """(operator, provider) pairs, for logs and the fingerprint."""
 
 
+def choose(
+    providers: Mapping[str, Mapping[str, Callable[..., Any]]], chosen: Mapping[str, str] | None = None
+) -> Operators:
+    """The named provider of each operator of `providers` (operator -> name -> function); an operator that is
+    not named gets its first one."""
+    names = {op: (chosen or {}).get(op, next(iter(table))) for op, table in providers.items()}
+    functions = {op: table[names[op]] for op, table in providers.items()}
+    return Operators(**functions, providers=tuple(sorted(names.items())))
+
+
 def storage_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """The dtype weights of products are kept in: float32 on CPU (values rounded to `dtype`), `dtype` on
     CUDA."""
@@ -57,3 +68,9 @@ def by_row(operator: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
         return torch.cat([operator(row.clone()) for row in torch.split(x, 1)])
 
     return run
+
+
+def rounded_head(ops: Operators, dtype: torch.dtype) -> Operators:
+    """`ops` whose logits are rounded to `dtype` (and kept in float32)."""
+    head = ops.lm_head
+    return replace(ops, lm_head=lambda x, weight, bias: head(x, weight, bias).to(dtype).float())

@@ -38,7 +38,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/host/cores.py": _STARTS,
     "llm42/host/direct.py": _STARTS,
     "llm42/local/affinity*.py": _COMPARES,
-    "llm42/local/demo.py": _COMPARES,
+    "llm42/local/demo*.py": _COMPARES,
     "llm42/api/audit_*.py": _COMPARES,
     "llm42/api/docs_page.py": "a page for people",
     "llm42/api/errors.py": "what is said instead of an output",

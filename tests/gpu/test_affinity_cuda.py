@@ -18,7 +18,7 @@ from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
 from llm42.verifier.cuda.runner import CudaRunner, attention_shape
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cuda import candidates, cuda_operators
-from llm42_kernels.linear import round_in_place
+from llm42_kernels.linear_cuda import round_in_place
 
 BUCKETS = (1, 8, 64, 256)
 NO_VLLM = importlib.util.find_spec("vllm") is None

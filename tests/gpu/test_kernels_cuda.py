@@ -11,7 +11,7 @@ from llm42.engine.vllm.agreement import leave_only_drawn, warm_up
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw
 from llm42.verifier.cuda.runner import attention_shape
-from llm42_kernels import kv_write, linear, rmsnorm, rotary, silu_mul
+from llm42_kernels import kv_write, linear_cpu, linear_cuda, rmsnorm, rotary, silu_mul
 from llm42_kernels.attention import AttentionShape, Tile, TritonAttention, paged_reference
 
 SHAPES = [(6144, 4096), (4096, 14336), (1152, 576), (576, 1536)]
@@ -22,12 +22,12 @@ SHAPES = [(6144, 4096), (4096, 14336), (1152, 576), (576, 1536)]
 def test_cublas_has_the_bits_of_a_k_ordered_product(n: int, k: int, dtype: torch.dtype) -> None:
     weight = (torch.randn(n, k, device="cuda") * k**-0.5).to(dtype)
     x = torch.randn(1024, k, device="cuda").to(dtype)
-    want = linear.linear_triton(x, weight, None)
-    reference = linear.linear_reference(x[:4].cpu(), weight.cpu(), None)
+    want = linear_cuda.linear_triton(x, weight, None)
+    reference = linear_cpu.linear_reference(x[:4].cpu(), weight.cpu(), None)
     torch.testing.assert_close(want[:4].cpu(), reference, rtol=1.6e-2, atol=1e-2)
-    head = linear.CUDA_LM_HEAD_PROVIDERS
+    head = linear_cuda.CUDA_LM_HEAD_PROVIDERS
     for rows in (1, 2, 17, 64, 200, 1024):
-        got = linear.linear_cublas(x[:rows], weight, None)
+        got = linear_cuda.linear_cublas(x[:rows], weight, None)
         assert torch.equal(got.view(torch.int16), want[:rows].view(torch.int16)), rows
         logits = [head[p](x[:rows], weight, None).view(torch.int32) for p in ("cublas", "triton")]
         assert torch.equal(*logits), rows
@@ -36,7 +36,7 @@ def test_cublas_has_the_bits_of_a_k_ordered_product(n: int, k: int, dtype: torch
 def test_bias_is_added_before_the_one_rounding() -> None:
     x, weight = torch.randn(7, 512, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16()
     bias = torch.randn(256, device="cuda").bfloat16()
-    got, want = linear.linear_cublas(x, weight, bias), linear.linear_triton(x, weight, bias)
+    got, want = linear_cuda.linear_cublas(x, weight, bias), linear_cuda.linear_triton(x, weight, bias)
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 

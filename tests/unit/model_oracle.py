@@ -13,15 +13,15 @@ from torch import Tensor
 
 from llm42.models.decoder import forward, logits
 from llm42.models.weights import LoadedModel
-from llm42_kernels import linear, rmsnorm, rotary, silu_mul
+from llm42_kernels import linear_cpu, rmsnorm, rotary, silu_mul
 from llm42_kernels.operators import Operators
 
 OPERATORS = Operators(
-    linear.linear_mkl,
+    linear_cpu.linear_mkl,
     rmsnorm.rms_norm_torch,
     rotary.rotary_torch,
     silu_mul.silu_mul_torch,
-    linear.lm_head_mkl,
+    linear_cpu.lm_head_mkl,
 )
 CONFIGS = {
     "llama": transformers.LlamaConfig,

@@ -25,8 +25,7 @@ from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels import cpu
 from llm42_kernels.attention_cpu import attention_tiled
-from llm42_kernels.linear import rounded_head
-from llm42_kernels.operators import Operators
+from llm42_kernels.operators import Operators, rounded_head
 from tests.support import VOCAB, Lab, verified
 
 PROMPT = tuple(range(200, 230))

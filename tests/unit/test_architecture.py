@@ -123,7 +123,7 @@ RULES = {
     "kernels know nothing of ours": Rule(
         "llm42_kernels",
         ("llm42", "llm42_serve", "benchmarks", "tests"),
-        ("kernels/llm42_kernels/linear.py", "from llm42 import protocol"),
+        ("kernels/llm42_kernels/linear_cpu.py", "from llm42 import protocol"),
     ),
     "a session knows an engine by its interface, and verifiers not at all": Rule(
         "llm42.session",

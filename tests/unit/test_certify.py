@@ -34,7 +34,7 @@ from llm42.verifier.certify.cpu import (
 from llm42.verifier.certify.plants import PLANTS
 from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
 from llm42.verifier.sizes import PROVIDER_ROWS
-from llm42_kernels import attention_cpu, cpu, linear
+from llm42_kernels import attention_cpu, cpu, linear_cpu
 from tests.support import Lab, write_model
 from tests.unit.model_oracle import save_tiny
 
@@ -108,7 +108,7 @@ def test_a_planted_run_is_never_kept(settings: Settings, loaded: tuple[LoadedMod
 
 def _depends_on_the_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Row by row, but for another last bit in steps of 8 rows."""
-    y = linear.linear_row(x, weight, bias)
+    y = linear_cpu.linear_row(x, weight, bias)
     return y if x.shape[0] != 8 else torch.nextafter(y, y + 1)
 
 
@@ -116,10 +116,9 @@ def _depends_on_the_step(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 def by_row(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Products whose rows cannot depend on each other on any machine, whatever its library does; the table of
     the linear operator's providers, to be changed."""
-    monkeypatch.setitem(cpu.PROVIDERS, "lm_head", {"row": linear.lm_head_row})
-    table = {"row": linear.linear_row}
+    monkeypatch.setitem(cpu.PROVIDERS, "lm_head", {"row": linear_cpu.lm_head_row})
+    table = {"row": linear_cpu.linear_row}
     monkeypatch.setitem(cpu.PROVIDERS, "linear", table)
-    monkeypatch.setattr(linear, "CPU_PROVIDERS", table)
     return table
 
 

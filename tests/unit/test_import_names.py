@@ -44,7 +44,7 @@ print(json.dumps({"count": count, "missing": missing, "loaded": others}))
 BESIDE = """
 import transformers
 from transformers import LlamaForCausalLM
-import kernels, llm42_kernels, llm42_kernels.linear
+import kernels, llm42_kernels, llm42_kernels.linear_cpu
 assert transformers.utils.is_kernels_available(), "the distribution was not noticed"
 print(kernels.__file__, llm42_kernels.__file__, sep="\\n")
 """

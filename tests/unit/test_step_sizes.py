@@ -26,7 +26,7 @@ from llm42.verifier.certify import steps as step_checks
 from llm42.verifier.certify.cpu import CertificationFailed
 from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS
-from llm42_kernels import linear
+from llm42_kernels import linear_cpu
 from tests.support import SAMPLED, answer_of, request_of, window_of, write_model
 
 
@@ -73,11 +73,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     is row-invariant on every machine. One provider remains behind it: that one."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = linear.linear_row(x, weight, bias)
+        y = linear_cpu.linear_row(x, weight, bias)
         return torch.nextafter(y, y + 1) if x.shape[0] in sizes else y
 
-    monkeypatch.setitem(linear.CPU_PROVIDERS, "mkl", product)
-    monkeypatch.delitem(linear.CPU_PROVIDERS, "mkl-tile")
+    monkeypatch.setitem(linear_cpu.CPU_PROVIDERS, "mkl", product)
+    monkeypatch.delitem(linear_cpu.CPU_PROVIDERS, "mkl-tile")
 
 
 LISTS: tuple[tuple[int, ...], ...] = ((8, 64), (5,), (1, 20, 200), (REFERENCE_ROWS["cpu"],))
@@ -199,10 +199,10 @@ def test_a_certificate_of_another_machine_is_made_anew(
 
 def plant_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = linear.linear_row(x, weight, bias)
+        y = linear_cpu.linear_row(x, weight, bias)
         return torch.nextafter(y, y + 1)
 
-    monkeypatch.setitem(linear.CPU_PROVIDERS, "mkl", product)
+    monkeypatch.setitem(linear_cpu.CPU_PROVIDERS, "mkl", product)
 
 
 @pytest.mark.parametrize("damage", ["digest", "tokens", "missing"])

@@ -12,8 +12,7 @@ from llm42.verifier.certify.plants import PLANTS
 from llm42.verifier.cpu.runner import CPURunner
 from llm42_kernels import attention_cpu, cpu
 from llm42_kernels.attention_cpu import StepAttention
-from llm42_kernels.linear import rounded_head
-from llm42_kernels.operators import Operators
+from llm42_kernels.operators import Operators, rounded_head
 
 
 @dataclass(frozen=True, slots=True)

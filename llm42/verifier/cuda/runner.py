@@ -29,7 +29,7 @@ from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cublas import check_cublas_environment
-from llm42_kernels.linear import CUDA_LM_HEAD_INTO, round_in_place
+from llm42_kernels.linear_cuda import CUDA_LM_HEAD_INTO, round_in_place
 from llm42_kernels.operators import Operators
 from llm42_kernels.sampling import RowStats, row_stats
 
