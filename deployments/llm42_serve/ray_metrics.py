@@ -22,18 +22,12 @@ class RayMetrics:
             from ray.serve import metrics as sink
         else:
             from ray.util import metrics as sink
-        kinds = {
-            Kind.COUNTER: sink.Counter,
-            Kind.GAUGE: sink.Gauge,
-            Kind.HISTOGRAM: sink.Histogram,
-        }
         self._series: dict[str, Any] = {}
         for metric in CATALOGUE:
             if metric.scope in scopes:
                 extra = {"boundaries": list(metric.buckets)} if metric.kind is Kind.HISTOGRAM else {}
-                series = kinds[metric.kind](
-                    metric.name, description=metric.help, tag_keys=metric.label_names, **extra
-                )
+                make = getattr(sink, metric.kind.title())
+                series = make(metric.name, description=metric.help, tag_keys=metric.label_names, **extra)
                 series.set_default_tags(dict(common))
                 self._series[metric.name] = series
                 self._begin(metric)

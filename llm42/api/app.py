@@ -21,8 +21,7 @@ from llm42.api import errors
 from llm42.api.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
 from llm42.api.audit_routes import audit_routes
 from llm42.api.backend import Backend
-from llm42.api.choices import streams_of
-from llm42.api.deltas import interleave
+from llm42.api.deltas import interleave, streams_of
 from llm42.api.docs_page import HEADERS, page
 from llm42.api.front import Cors, Front
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
@@ -166,7 +165,7 @@ class _Service:
                 events = events_of(made, renderer, first, pieces, self._writer, self._answers)
                 close = partial(end, first, pieces)
                 return EventStream(events, renderer.headers(known), close, patience_s)
-            text = await until_disconnect(http, _whole(renderer, pieces, self._writer))
+            text = await until_disconnect(http.receive, _whole(renderer, pieces, self._writer))
             return Response(text, headers=renderer.headers(), media_type="application/json")
         except ClientGone:
             return Response(status_code=499)  # nobody reads it; the access log does

@@ -11,7 +11,6 @@ from typing import TypeVar
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api import errors
@@ -26,16 +25,11 @@ class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-async def until_disconnect(http: Request, work: Awaitable[T]) -> T:
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Awaits `work`, and cancels it when the client closes the connection first (then raises ClientGone).
 
-    The request's body must have been read before.
+    receive: the connection's; the request's body must have been read before.
     """
-    return await unless_disconnected(http.receive, work)
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The same for who has only the connection's `receive`."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

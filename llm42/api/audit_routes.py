@@ -7,8 +7,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -18,7 +18,6 @@ from starlette.requests import Request as HttpRequest
 
 from llm42.api import errors
 from llm42.api.asgi import ClientGone, until_disconnect
-from llm42.api.audit_limits import LimitedAnswers
 from llm42.api.backend import Backend
 from llm42.api.body_limits import ClosedPart, at_most
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
@@ -31,8 +30,9 @@ from llm42.audit.records import Claim, claims_of, manifest_of
 from llm42.audit.replayer import REGENERATIONS, Replayer, windows_per_call
 from llm42.config import Settings
 from llm42.errors import LLM42Error, Overloaded, RequestRejected
-from llm42.protocol import Request
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.receipt import InvalidReceipt, Keyring
+from llm42.session.interfaces import Answers
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ MAX_RUNNING = 16
 """Audits that an ingress holds at once; beyond it 429."""
 MAX_MANIFESTS = 1024
 """In one call."""
+KEY_PAUSE_S, KEY_TRIES = 0.1, 600
+"""How an audit waits for its key's other requests: a look after each pause, a minute in all."""
 
 
 class AuditBody(ClosedPart):
@@ -50,6 +52,53 @@ class AuditBody(ClosedPart):
     """Replies of GET /v1/fingerprint, of the fingerprints that the records have."""
 
 
+class LimitedAnswers:
+    """The service's `Answers`, for one audit of one key."""
+
+    def __init__(
+        self, answers: Answers, policy: KeyPolicy, calls: asyncio.Semaphore, outputs: asyncio.Semaphore
+    ) -> None:
+        """calls, outputs: `verify_cold`s and outputs under way; all audits of an ingress share them."""
+        self._answers, self._policy, self._calls, self._outputs = answers, policy, calls, outputs
+        self._turn = asyncio.Lock()
+
+    async def fingerprint(self, agreed: bool = False) -> tuple[str, Mapping[str, Any]]:
+        """The pool's."""
+        return await self._answers.fingerprint(agreed)
+
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
+        """By some verifier."""
+        async with self._calls:
+            return await self._answers.verify_cold(windows)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Like any other deterministic request of the key: it counts towards its `deterministic_share`, and
+        waits for a place in it. Raises LLM42Error, at last also when there comes none."""
+        async with aclosing(await self._held(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _held(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The output, once the key may have one more."""
+        async with self._turn:
+            for _ in range(KEY_TRIES):
+                pieces = self._policy.hold(1, self._output(request))
+                try:
+                    await anext(pieces)
+                    return pieces
+                except Overloaded:
+                    await asyncio.sleep(KEY_PAUSE_S)
+        raise LLM42Error(f"the key '{self._policy.name}' had no place left to generate the answer again")
+
+    async def _output(self, request: Request) -> AsyncGenerator[Delta | None, None]:
+        """None first, when the key's place is taken; then the output."""
+        yield None
+        asked = self._policy.salted(request)
+        async with self._outputs, aclosing(self._answers.generate(asked)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
 class _Audits:
     """The handlers' logic."""
 
@@ -58,11 +107,6 @@ class _Audits:
         self._backend, self._make, self._running = backend, request_maker(settings, tokenizer), 0
         most = settings.audit.concurrency
         self._limits = asyncio.Semaphore(most), asyncio.Semaphore(most * REGENERATIONS)
-
-    async def fingerprint(self) -> dict[str, Any]:
-        """What a client keeps beside its records."""
-        name, manifest = await self._backend.fingerprint()
-        return {"object": "fingerprint", "fingerprint": name, "manifest": manifest}
 
     async def audit(self, body: AuditBody, policy: KeyPolicy) -> dict[str, Any]:
         """Findings in the records' order. Raises RequestRejected, Overloaded or VerifierUnavailable."""
@@ -166,10 +210,8 @@ def audit_routes(
 
     @router.get("/v1/fingerprint")
     async def fingerprint() -> Response:
-        try:
-            return _answer(await audits.fingerprint())
-        except LLM42Error as error:
-            return answers.from_exception(error)
+        name, manifest = await backend.fingerprint()
+        return _answer({"object": "fingerprint", "fingerprint": name, "manifest": manifest})
 
     @router.post("/v1/audit")
     async def audit(body: AuditBody, http: HttpRequest) -> Response:
@@ -177,7 +219,7 @@ def audit_routes(
         try:
             if not policy.may_verify:
                 raise errors.Forbidden(f"The key '{policy.name}' may not use the verifiers.")
-            return _answer(await until_disconnect(http, audits.audit(body, policy)))
+            return _answer(await until_disconnect(http.receive, audits.audit(body, policy)))
         except ClientGone:
             return Response(status_code=499)
         except Exception as error:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from llm42.api.json_bodies import InvalidBody
-from llm42.api.sse import event as event_of
+from llm42.api.reply_writer import event as event_of
 from llm42.errors import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
 from llm42.telemetry.logs import event
 from llm42.telemetry.metrics import OTHER, REJECTS, Metrics

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, get_type_hints
@@ -24,7 +26,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm42.api.requests import MAX_PROMPTS
-from llm42.api.turns import Turns
 from llm42.config import Settings
 from llm42.errors import RequestRejected
 
@@ -68,6 +69,49 @@ class InvalidBody(ValueError):
     def __init__(self, found: Sequence[Any]) -> None:
         super().__init__(found)
         self.found = found
+
+
+class Turns:
+    """A lock that goes from key to key: who sends much waits for himself."""
+
+    def __init__(self) -> None:
+        self._busy = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """By key; the next one's first."""
+
+    @asynccontextmanager
+    async def turn(self, key: str) -> AsyncIterator[None]:
+        """Holds the lock; among the same key's, first come, first served."""
+        await self._enter(key)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, key: str) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if not mine.cancelled():  # it had been given to us
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            key = next(iter(self._waiting))
+            queue = self._waiting.pop(key)
+            first = queue.popleft()
+            if queue:
+                self._waiting[key] = queue  # behind the others
+            if not first.done():
+                first.set_result(None)
+                return
+        self._busy = False
 
 
 class BodyReader:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from llm42.api.plan import Plan
 from llm42.errors import RequestRejected
 from llm42.protocol import TokenLogprob
 from llm42.receipt import finite
+from llm42.text.tokenizer import Tokenizer
 
 MAX_LOGPROBS = 65_536
 """Log-probabilities, alternatives included, that one reply may hold. With many more the garbage collector,
@@ -34,22 +35,10 @@ def require_few(plan: Plan) -> None:
         )
 
 
-class TokenNames(Protocol):
-    """How one token is shown (llm42.text.tokenizer.Tokenizer does it)."""
-
-    def token_text(self, token: int) -> str:
-        """Readable; special tokens spelled out."""
-        ...
-
-    def token_bytes(self, token: int) -> bytes:
-        """Exact; a token may hold a part of a character only."""
-        ...
-
-
 class LogprobWriter:
     """From entries to JSON values."""
 
-    def __init__(self, tokens: TokenNames) -> None:
+    def __init__(self, tokens: Tokenizer) -> None:
         self._tokens = tokens
 
     def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.api.deltas import merge
-from llm42.api.logprobs import LogprobWriter, TokenNames
+from llm42.api.logprobs import LogprobWriter
 from llm42.api.plan import Plan
-from llm42.api.receipts import Receipts
 from llm42.errors import FingerprintChanged
 from llm42.protocol import Delta, RequestStats, TokenLogprob
-from llm42.receipt import Keyring
+from llm42.receipt import Answered, Keyring, make_receipt
+from llm42.text.tokenizer import Tokenizer
 
 MAX_WAITING = 16
 """Tokens of a stream that wait for text to go with: a character takes four at most, a stop string more."""
@@ -22,6 +22,8 @@ MAX_WAITING = 16
 class _Choice:
     deltas: list[Delta] = field(default_factory=list)
     """All of them for a whole reply; for a stream, those that wait for text to go with."""
+    said: list[Delta] = field(default_factory=list)
+    """Of a stream, those that have left, where a receipt is made of them."""
     waiting: int = 0
     """Tokens in `deltas`."""
     size: int = 0
@@ -40,14 +42,14 @@ class _Choice:
 class Renderer:
     """Holds what one HTTP request has produced so far. Not shared between requests."""
 
-    def __init__(self, plan: Plan, model: str, tokens: TokenNames, keyring: Keyring | None = None) -> None:
+    def __init__(self, plan: Plan, model: str, tokens: Tokenizer, keyring: Keyring | None = None) -> None:
         self._plan, self._model, self._writer = plan, model, LogprobWriter(tokens)
         self._choices = [
             _Choice(size=len(r.prompt) * plan.return_token_ids, text_offset=plan.echo_start)
             for r in plan.requests
         ]
         self._fingerprint: str | None = None
-        self._receipts = Receipts(plan, model, keyring or Keyring({}))
+        self._keyring = keyring or Keyring({})
         self._width = 1 if plan.num_logprobs is None else plan.num_logprobs + 2
 
     def headers(self, first: tuple[int, Delta] | None = None) -> dict[str, str]:
@@ -79,7 +81,6 @@ class Renderer:
         if choice.cached_tokens is None:
             choice.cached_tokens = delta.cached_tokens
         choice.replica, choice.verifier = delta.replica or choice.replica, delta.verifier or choice.verifier
-        self._receipts.note(index, delta)
         if delta.fingerprint is not None:
             if self._fingerprint not in (None, delta.fingerprint):
                 # one reply, one fingerprint: it stands beside all choices
@@ -95,24 +96,17 @@ class Renderer:
         """What a stream says next: all of choice `index` that was added and not said yet."""
         choice = self._choices[index]
         piece = merge(choice.deltas)
+        if self._plan.receipt is not None:
+            choice.said += choice.deltas
         choice.deltas.clear()
         choice.waiting = choice.size = 0
-        rendered = self._chat_delta(choice, piece) if self._plan.chat else self._text(index, piece)
-        body: dict[str, Any] = {
-            "index": index,
-            **rendered,
-            "logprobs": self._logprobs(piece, index),
-            "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
-        }
+        body = self._choice(index, piece, self._chat_delta(choice, piece))
         whole: dict[str, Any] = {"choices": [body]}
-        if self._plan.return_token_ids:
-            body["token_ids"] = list(piece.token_ids)
         if not choice.started:
             (whole if self._plan.chat else body).update(self._prompt_ids(index))
         choice.started = True
         if piece.finish_reason:
-            receipt = self._receipts.of_choice(index, self._fingerprint)
-            whole["llm42"] = self._evidence([choice]) | receipt
+            whole["llm42"] = self._evidence([choice]) | self._receipt(index)
         if self._plan.running_usage:
             whole["usage"] = self._usage()
         return self._chunk(whole)
@@ -126,27 +120,47 @@ class Renderer:
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self._choices):
             piece = merge(choice.deltas)
-            content: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": piece.text}}
-                if self._plan.chat
-                else self._text(index, piece)
-            )
-            body = {
-                "index": index,
-                **content,
-                "logprobs": self._logprobs(piece, index),
-                "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
-            }
-            if self._plan.return_token_ids:
-                body["token_ids"] = list(piece.token_ids)
-            if not self._plan.chat:
-                body |= self._of_prompt(index)
-            choices.append(body)
+            message = {"message": {"role": "assistant", "content": piece.text}}
+            body = self._choice(index, piece, message)
+            choices.append(body if self._plan.chat else body | self._of_prompt(index))
         kind = "chat.completion" if self._plan.chat else "text_completion"
-        evidence = self._evidence(self._choices) | self._receipts.of_all(self._fingerprint)
+        receipts = [made for i in range(len(choices)) if (made := self._receipt(i))]
+        evidence = self._evidence(self._choices)
+        if receipts:
+            evidence |= receipts[0] if len(choices) == 1 else {"receipts": [r["receipt"] for r in receipts]}
         prompt = self._of_prompt(0) if self._plan.chat else {}
         body = {"choices": choices, **prompt, "usage": self._usage(), "llm42": evidence}
         return self._envelope(kind) | body
+
+    def _choice(self, index: int, piece: Delta, message: dict[str, Any]) -> dict[str, Any]:
+        """A choice with what both kinds of reply say of it. message: a chat's."""
+        body = {
+            "index": index,
+            **(message if self._plan.chat else self._text(index, piece)),
+            "logprobs": self._logprobs(piece, index),
+            "finish_reason": piece.finish_reason.value if piece.finish_reason else None,
+        }
+        return body | ({"token_ids": list(piece.token_ids)} if self._plan.return_token_ids else {})
+
+    def _receipt(self, index: int) -> dict[str, Any]:
+        """{"receipt": ...} of a choice that has ended, for the `llm42` object; empty when none is wanted."""
+        wanted, request, choice = self._plan.receipt, self._plan.requests[index], self._choices[index]
+        if wanted is None or self._fingerprint is None:
+            return {}
+        output = merge([*choice.said, *choice.deltas])
+        answer = Answered(
+            request.request_id,
+            self._model,
+            self._plan.created,
+            self._fingerprint,
+            request.prompt,
+            request.sampling,
+            output.token_ids,
+            output.logprobs,
+            output.finish_reason.value if output.finish_reason else None,
+        )
+        receipt = make_receipt(answer, wanted.prompt == "tokens", wanted.output == "tokens")
+        return {"receipt": self._keyring.sign(receipt).to_json()}
 
     def _chat_delta(self, choice: _Choice, piece: Delta) -> dict[str, Any]:
         delta: dict[str, Any] = {} if choice.started else {"role": "assistant"}

@@ -1,23 +1,36 @@
-"""The JSON of replies. Large ones are written in a thread: all streams of an ingress share its event loop."""
+"""Replies as text: JSON and server-sent events. Large ones are written in a thread: all streams of an ingress
+share its event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 LARGE = 2000
 """From how many values on a reply is written in a thread; each takes about 10 microseconds there."""
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+"""What many readers of lines take for the end of one, and JSON leaves as it is; JSON escapes the others."""
+
+DONE = "data: [DONE]\n\n"
+"""The event that ends every stream."""
+HEARTBEAT = ": still working\n\n"
+"""A comment: clients skip it, and what watches the connection sees that it is alive."""
+
+
+def event(json_text: str) -> str:
+    """The event for one JSON value, on one line whatever its reader takes for the end of a line."""
+    if not json_text.isascii():
+        for char, escape in _LINE_ENDS.items():
+            json_text = json_text.replace(char, escape)
+    return f"data: {json_text}\n\n"
 
 
 def dump(value: Any) -> str:
     """json.dumps(value, ensure_ascii=False) by the library's encoder in Python: the one in C holds the
     interpreter until it returns, so a thread alone would not help."""
-    text = io.StringIO()
-    json.dump(value, text, ensure_ascii=False)
-    return text.getvalue()
+    return "".join(json.JSONEncoder(ensure_ascii=False).iterencode(value))
 
 
 class ReplyWriter:

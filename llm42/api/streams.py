@@ -13,12 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llm42.api import sse
-from llm42.api.asgi import ClientGone, unless_disconnected, until_disconnect
+from llm42.api.asgi import ClientGone, until_disconnect
 from llm42.api.errors import Errors, status_of
 from llm42.api.plan import Plan
 from llm42.api.render import Renderer
-from llm42.api.reply_writer import ReplyWriter
+from llm42.api.reply_writer import DONE, HEARTBEAT, ReplyWriter, event
 from llm42.protocol import Delta
 
 log = logging.getLogger(__name__)
@@ -30,9 +29,9 @@ First = asyncio.Task[Piece | None]
 async def begin(http: HttpRequest, pieces: Pieces, patience_s: float) -> First:
     """The first piece, as a task that may still run when `patience_s` (0: no limit) has passed: from then on
     the answer is a stream. Until then an error is raised here, and gets an HTTP status."""
-    first: First = asyncio.ensure_future(_next(pieces))
+    first: First = asyncio.ensure_future(anext(pieces, None))
     try:
-        await until_disconnect(http, asyncio.wait([first], timeout=patience_s or None))
+        await until_disconnect(http.receive, asyncio.wait([first], timeout=patience_s or None))
         if first.done():
             first.result()
     except BaseException:
@@ -48,10 +47,6 @@ async def end(first: First, pieces: Pieces) -> None:
     await pieces.aclose()
 
 
-async def _next(pieces: Pieces) -> Piece | None:
-    return await anext(pieces, None)
-
-
 async def events_of(
     made: Plan, renderer: Renderer, first: First, pieces: Pieces, writer: ReplyWriter, answers: Errors
 ) -> AsyncGenerator[str, None]:
@@ -61,15 +56,15 @@ async def events_of(
         while item is not None:
             index, delta = item
             if renderer.add(index, delta):
-                yield sse.event(await writer.write(renderer.size(index), partial(renderer.chunk, index)))
+                yield event(await writer.write(renderer.size(index), partial(renderer.chunk, index)))
             item = await anext(pieces, None)
         if made.include_usage:
-            yield sse.event(await writer.write(0, renderer.usage_chunk))
+            yield event(await writer.write(0, renderer.usage_chunk))
     except Exception as error:
         if status_of(error) == 500:
             log.exception("a stream failed")
         yield answers.as_event(error)
-    yield sse.DONE
+    yield DONE
 
 
 class EventStream(Response):
@@ -98,7 +93,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if self._heartbeat_s:
                 beating = asyncio.ensure_future(self._beat(send))
-            await unless_disconnected(receive, self._send_all(send))
+            await until_disconnect(receive, self._send_all(send))
         except (ClientGone, OSError):
             return
         finally:
@@ -108,8 +103,8 @@ class EventStream(Response):
             await self._close()
 
     async def _send_all(self, send: Send) -> None:
-        async for event in self._events:
-            await self._put(send, event)
+        async for text in self._events:
+            await self._put(send, text)
         async with self._sending:  # no comment after the end
             self._sent = float("inf")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -125,4 +120,4 @@ class EventStream(Response):
                 if left > 0 or self._sending.locked():  # a client that does not read needs no more
                     await asyncio.sleep(left if left > 0 else self._heartbeat_s)
                 else:
-                    await self._put(send, sse.HEARTBEAT)
+                    await self._put(send, HEARTBEAT)

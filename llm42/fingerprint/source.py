@@ -45,7 +45,6 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/api/front.py": _REFUSES,
     "llm42/api/keys.py": _REFUSES,
     "llm42/api/text_routes.py": "ids of texts and texts of ids; no generated output",
-    "llm42/api/turns.py": "when a body is read, and not what is made of it",
     "llm42_serve/app.py": _STARTS,
     "llm42_serve/launch.py": _STARTS,
     "llm42_serve/ports.py": _STARTS,

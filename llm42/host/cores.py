@@ -27,10 +27,10 @@ def cpu_quota(own: Path = OWN_CGROUP, root: Path = CGROUP_ROOT) -> float | None:
     found = []
     for _, controllers, path in (line for line in lines if len(line) == 3):
         if not controllers:
-            found += [_version_2(place) for place in _upwards(root, path)]
+            found += [_limit(place, "cpu.max") for place in _upwards(root, path)]
         elif "cpu" in controllers.split(","):
             for base in (root / controllers, root / "cpu"):
-                found += [_version_1(place) for place in _upwards(base, path)]
+                found += [_limit(p, "cpu.cfs_quota_us", "cpu.cfs_period_us") for p in _upwards(base, path)]
     return min((limit for limit in found if limit), default=None)
 
 
@@ -40,17 +40,10 @@ def _upwards(base: Path, path: str) -> list[Path]:
     return [base.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 
 
-def _version_2(place: Path) -> float | None:
+def _limit(place: Path, *files: str) -> float | None:
+    """Cores by a group's quota and period, which are in these files; a quota of "max" or -1 is none."""
     try:
-        quota, period = (place / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _version_1(place: Path) -> float | None:
-    try:
-        quota = int((place / "cpu.cfs_quota_us").read_text())
-        return quota / int((place / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+        quota, period = (word for name in files for word in (place / name).read_text().split())
+        return int(quota) / int(period) if quota != "max" and int(quota) > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -25,7 +25,7 @@ from llm42.session.outputs import joined, prompt_alone, require_no_error, to_del
 from llm42.session.prompt_scores import score_prompt
 from llm42.session.verify_call import verify
 from llm42.telemetry import metrics as m
-from llm42.telemetry.tracing import NullTracer, Tracer
+from llm42.telemetry.tracing import Tracer
 from llm42.text.output_text import OutputText
 from llm42.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class Generator:
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.verifier = engine, tokenizer, settings, verifier
         self.metrics: m.Metrics = metrics or m.NullMetrics()
-        self.tracer: Tracer = tracer or NullTracer()
+        self.tracer: Tracer = tracer or Tracer()
         self._streams = 0
         """Best-effort requests in progress whose clients read along."""
 

@@ -237,15 +237,12 @@ class Metrics(Protocol):
 
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
-        ...
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """Sets a gauge."""
-        ...
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-        ...
 
 
 class NullMetrics:
@@ -254,8 +251,4 @@ class NullMetrics:
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Does nothing."""
 
-    def set(self, metric: Metric, value: float, **labels: str) -> None:
-        """Does nothing."""
-
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
-        """Does nothing."""
+    set = observe = inc

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm42.config import Settings
@@ -14,7 +15,7 @@ from llm42.errors import LLM42Error
 from llm42.protocol import Delta, Request
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import event
-from llm42.telemetry.tracing import NullTracer, Tracer
+from llm42.telemetry.tracing import Tracer
 
 if TYPE_CHECKING:
     from llm42.verifier.jobs import VerifierStats
@@ -40,7 +41,7 @@ class Observed:
     ) -> None:
         """decode: makes the text of a prompt, for the log; None: prompts are not logged."""
         self._metrics, self._mode, self._decode = metrics, mode_of(request), decode
-        self._span = (tracer or NullTracer()).start("request", request.trace, mode=self._mode)
+        self._span = (tracer or Tracer()).start("request", request.trace, mode=self._mode)
         self._arrived = self._last = time.monotonic()
         self._tokens, self._outcome, self._fields = 0, "aborted", dict[str, Any]()
         self.request = self._span.carry(request)
@@ -127,10 +128,7 @@ class VerifierReport:
         self._devices = float(settings.verifier.threads) if cpu else settings.verifier.gpus
         self._step_devices = self._devices if cpu else 1.0
         self._before: VerifierStats | None = None
-        verifier.on_step = self._on_step
-
-    def _on_step(self, seconds: float) -> None:
-        self._metrics.observe(m.STEP_SECONDS, seconds)
+        verifier.on_step = partial(metrics.observe, m.STEP_SECONDS)
 
     def report(self) -> None:
         """Adds what has happened since the last call; sets what is now."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llm42.config import TelemetrySettings
 from llm42.errors import LLM42Error
@@ -28,66 +28,41 @@ class TracingUnavailable(LLM42Error):
     code = "tracing_unavailable"
 
 
-class Span(Protocol):
-    """A span that has begun."""
+class Span:
+    """A span that has begun; this one is of no trace."""
 
-    trace: str
+    trace = ""
     """Its traceparent; empty when nothing is traced."""
 
     def carry(self, request: Request) -> Request:
         """The request with this span as what its further spans belong to."""
-        ...
+        return replace(request, trace=self.trace) if self.trace else request
 
     def end(self, **attributes: Any) -> None:
         """Ends it; attributes are numbers, strings or booleans."""
-        ...
 
 
-class Tracer(Protocol):
-    """Makes spans."""
-
-    def start(self, name: str, parent: str, **attributes: Any) -> Span:
-        """Begins a span now. parent: a traceparent; empty: a trace of its own."""
-        ...
-
-    def close(self) -> None:
-        """Sends what is left."""
-        ...
-
-
-class NullTracer:
-    """No traces: it is its own only span."""
-
-    trace = ""
+class Tracer:
+    """Makes spans; this one traces nothing."""
 
     def start(self, name: str, parent: str, **attributes: Any) -> Span:
-        """Itself."""
-        return self
-
-    def carry(self, request: Request) -> Request:
-        """The request as it is."""
-        return request
-
-    def end(self, **attributes: Any) -> None:
-        """Does nothing."""
+        """Begins a span now. parent: a traceparent; empty, or anything else: a trace of its own."""
+        return Span()
 
     def close(self) -> None:
-        """Does nothing."""
+        """Sends what is left; waits for it."""
 
 
-class _OtelSpan:
+class _OtelSpan(Span):
     def __init__(self, span: Any, trace: str) -> None:
         self._span, self.trace = span, trace
-
-    def carry(self, request: Request) -> Request:
-        return replace(request, trace=self.trace)
 
     def end(self, **attributes: Any) -> None:
         self._span.set_attributes({f"llm42.{name}": value for name, value in attributes.items()})
         self._span.end()
 
 
-class OtelTracer:
+class OtelTracer(Tracer):
     """Spans through OpenTelemetry's SDK, with a provider of its own: the process-wide one is left alone."""
 
     def __init__(self, settings: TelemetrySettings, component: str) -> None:
@@ -105,7 +80,6 @@ class OtelTracer:
         self._tracer, self._propagator = self._provider.get_tracer("llm42"), TraceContextTextMapPropagator()
 
     def start(self, name: str, parent: str, **attributes: Any) -> Span:
-        """Begins a span; a parent that is not a traceparent is ignored."""
         context = self._propagator.extract({_HEADER: parent})
         named = {f"llm42.{key}": value for key, value in attributes.items()}
         span = self._tracer.start_span(f"llm42.{name}", context, attributes=named)
@@ -116,7 +90,6 @@ class OtelTracer:
         return _OtelSpan(span, carrier.get(_HEADER, ""))
 
     def close(self) -> None:
-        """Sends what is left; waits for it."""
         self._provider.shutdown()
 
 
@@ -151,4 +124,4 @@ def _file_exporter(path: Path) -> SpanExporter:
 
 def make_tracer(settings: TelemetrySettings, component: str) -> Tracer:
     """The tracer that the settings ask for. Raises TracingUnavailable."""
-    return NullTracer() if settings.traces == "off" else OtelTracer(settings, component)
+    return Tracer() if settings.traces == "off" else OtelTracer(settings, component)

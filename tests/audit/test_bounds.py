@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-import llm42.api.audit_limits as audit_limits
 import llm42.api.audit_routes as audit_api
-from llm42.api.audit_limits import LimitedAnswers
+from llm42.api.audit_routes import LimitedAnswers
 from llm42.api.keys import KeyPolicy
 from llm42.audit.file import parse_lines
 from llm42.audit.remote import BATCH_ANSWERS, _batches
@@ -209,8 +208,8 @@ async def test_generating_again_counts_towards_the_keys_share_and_waits_for_it(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key may have two outputs under way; one is taken by a request of its own."""
-    monkeypatch.setattr(audit_limits, "KEY_PAUSE_S", 0.0)
-    monkeypatch.setattr(audit_limits, "KEY_TRIES", 10**9)
+    monkeypatch.setattr(audit_api, "KEY_PAUSE_S", 0.0)
+    monkeypatch.setattr(audit_api, "KEY_TRIES", 10**9)
     backend, places = Gated(), settings.engine.max_batch / settings.server.ingress_replicas
     policy = key(settings, 2 / places)
     own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
@@ -265,7 +264,7 @@ async def test_an_audit_that_ends_early_gives_its_places_back(settings: Settings
 async def test_a_key_without_room_fails_the_record_in_the_end(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_limits, "KEY_PAUSE_S", 0.0)
+    monkeypatch.setattr(audit_api, "KEY_PAUSE_S", 0.0)
     backend, policy = Gated(), key(settings, 1e-9)
     own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
     first = asyncio.create_task(anext(own))

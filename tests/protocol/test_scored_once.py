@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from llm42.api.choices import streams_of
-from llm42.api.deltas import interleave
+from llm42.api.deltas import interleave, streams_of
 from llm42.errors import VerifierUnavailable
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, TokenLogprob, Window
 from llm42.session import prompt_scores

@@ -9,9 +9,8 @@ from contextlib import suppress
 import pytest
 
 from llm42.api.audit_routes import AuditBody
-from llm42.api.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, BodyReader, load
+from llm42.api.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, BodyReader, Turns, load
 from llm42.api.requests import MAX_PROMPTS, CompletionBody
-from llm42.api.turns import Turns
 from llm42.errors import RequestRejected
 from tests.service.scripted import MODEL, SETTINGS
 

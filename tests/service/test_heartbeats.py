@@ -14,7 +14,7 @@ import openai
 import pytest
 import uvicorn
 
-from llm42.api import sse
+from llm42.api import reply_writer
 from llm42.api.app import create_app
 from llm42.config import Settings
 from llm42.errors import Overloaded, VerifierUnavailable
@@ -69,8 +69,8 @@ async def test_the_head_does_not_wait_for_the_first_token(tokenizer: Tokenizer, 
     link, _, task = connect(tokenizer, slow(60.0), settings_of(BEAT_S), path, body)
     await until(lambda: len(link.sent) > 2, "no head and no byte")
     assert link.sent[0]["status"] == 200
-    assert link.text.startswith(sse.HEARTBEAT)
-    assert set(link.text.split("\n\n")) == {sse.HEARTBEAT.strip(), ""}
+    assert link.text.startswith(reply_writer.HEARTBEAT)
+    assert set(link.text.split("\n\n")) == {reply_writer.HEARTBEAT.strip(), ""}
     task.cancel()
     await asyncio.wait([task])
 
@@ -101,7 +101,7 @@ async def test_no_comment_where_events_are_frequent_or_the_client_does_not_read(
     settings, body = settings_of(3.0), completion(stream=True)
     link, _, task = connect(tokenizer, steady, settings, "/v1/completions", body)
     await asyncio.wait_for(task, 10)
-    assert sse.HEARTBEAT not in link.text
+    assert reply_writer.HEARTBEAT not in link.text
     link, _, task = connect(tokenizer, slow(0.0, 0.1), settings_of(1.0), "/v1/completions", body)
     while len(link.sent) < 2:
         await asyncio.sleep(0.01)
@@ -109,7 +109,7 @@ async def test_no_comment_where_events_are_frequent_or_the_client_does_not_read(
     await asyncio.sleep(2.5)
     link.reading.set()
     await asyncio.wait_for(task, 10)
-    assert sse.HEARTBEAT not in link.text
+    assert reply_writer.HEARTBEAT not in link.text
     assert len(events(link.text)) == 2
 
 

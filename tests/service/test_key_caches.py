@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from llm42.api.app import create_app
-from llm42.api.audit_limits import LimitedAnswers
+from llm42.api.audit_routes import LimitedAnswers
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan
 from llm42.api.requests import CompletionBody

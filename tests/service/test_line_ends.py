@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from llm42.api import sse
+from llm42.api import reply_writer
 from llm42.errors import VerifierUnavailable
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.text.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ TOKENS = 3000
 
 def test_all_that_python_takes_for_a_line_end_is_known() -> None:
     assert set("\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029") == set(ENDS)
-    text = sse.event(json.dumps(HARD, ensure_ascii=False))
+    text = reply_writer.event(json.dumps(HARD, ensure_ascii=False))
     assert len(text.splitlines()) == 2, "the event, and the empty line that ends it"
     assert json.loads(text.removeprefix("data: ")) == HARD
 

@@ -11,7 +11,7 @@ from llm42.errors import LLM42Error, VerifierUnavailable
 from llm42.local import assembly
 from llm42.local.assembly import Local
 from llm42.protocol import Commit
-from llm42.telemetry.tracing import NullTracer
+from llm42.telemetry.tracing import Tracer
 from llm42.verifier.scheduler import Verifier
 from tests.support import Lab, collect, request_of, window_of
 
@@ -29,7 +29,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run
 
     monkeypatch.setattr(Verifier, "close", noting("verifier", Verifier.close))
-    monkeypatch.setattr(NullTracer, "close", noting("tracer", NullTracer.close))
+    monkeypatch.setattr(Tracer, "close", noting("tracer", Tracer.close))
     return found
 
 
