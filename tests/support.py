@@ -43,7 +43,8 @@ from llm42.session.interfaces import VerifierClient
 from llm42.text.detokenizer import Detokenizer
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for
-from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.certify.certificate import Certificate
+from llm42.verifier.certify.plants_cpu import with_plants
 from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.scheduler import Verifier
@@ -319,7 +320,7 @@ class Lab:
         kv = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, model.dtype)
         if dirt is not None:
             kv.fill(range(blocks), dirt)
-        parts = canonical_set(self.certificate.providers, plants)
+        parts = with_plants(canonical_set(self.certificate.providers), plants)
         steps = tuple(buckets or self.certificate.buckets)
         runner = CPURunner(model, parts.ops, kv, steps, parts.attention, parts.sampler)
         verifier = Verifier(

@@ -26,9 +26,11 @@ from benchmarks.affinity.forward import linear
 from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, random_model
 from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
+from llm42.config import VerifierSettings
 from llm42.models.config import ModelConfig
-from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cuda import CUDACertifier
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cuda import candidates, cuda_operators
@@ -127,13 +129,13 @@ def invariance(config: ModelConfig) -> dict[str, Any]:
 def plants() -> dict[str, str]:
     """Every plant, certified with the affinity."""
     model, out = random_model(SMALL_64, max_len=4096), {}
-    settings = CudaSettings((1, 8, 64, 512), 64, 4096, "vllm", True)
-    out["none"] = str(certify_cuda(model, settings).providers)
+    settings = VerifierSettings(buckets=(1, 8, 64, 512), block_size=64, affinity="vllm")
+    out["none"] = str(CUDACertifier(model, settings).run().providers)
     for plant in PLANTS:
         if plant == "split-k":
             continue
         try:
-            certify_cuda(model, settings, [plant])
+            CUDACertifier(model, settings, [plant]).run()
             out[plant] = "NOT CAUGHT"
         except CertificationFailed as error:
             out[plant] = str(error)[:200]

@@ -14,8 +14,10 @@ import torch
 from benchmarks.lib.random_model import LLAMA_8B, SMALL_64, SMALL_96, SMALL_QK, random_model
 from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
-from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.config import VerifierSettings
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cuda import CUDACertifier
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.cuda import cuda_operators
 
@@ -29,7 +31,7 @@ def main() -> None:
         _split_k()
         return
     big = random_model(LLAMA_8B)
-    certificate = certify_cuda(big, CudaSettings(BUCKETS, 128, 4096))
+    certificate = CUDACertifier(big, VerifierSettings(buckets=BUCKETS, block_size=128)).run()
     out["certificate_8b"] = certificate.to_json()
     print(
         "8B certified in",
@@ -41,12 +43,12 @@ def main() -> None:
         flush=True,
     )
     small = random_model(SMALL_64)
-    settings = CudaSettings((1, 8, 64, 512), 64, 4096)
+    settings = VerifierSettings(buckets=(1, 8, 64, 512), block_size=64)
     for plant in PLANTS:
         if plant == "split-k":
             continue
         try:
-            certify_cuda(small, settings, [plant])
+            CUDACertifier(small, settings, [plant]).run()
             found = "NOT CAUGHT"
         except CertificationFailed as error:
             found = str(error)
@@ -58,7 +60,8 @@ def main() -> None:
     ):  # fmt: skip
         t = time.time()
         try:
-            found = certify_cuda(random_model(config, dtype), CudaSettings((1, 8, 64, 512), block, 4096))
+            other = settings.model_copy(update={"block_size": block})
+            found = CUDACertifier(random_model(config, dtype), other).run()
             print(name, "certified", found.seconds, "s", found.compared_rows, found.providers, flush=True)
         except CertificationFailed as error:
             print(name, "FAILED", error, time.time() - t, flush=True)
@@ -92,7 +95,7 @@ def _split_k() -> None:
     """In a process with cuBLAS's default workspace: the product must fail its check."""
     model = random_model(replace(LLAMA_8B, num_layers=1))
     try:
-        certify_cuda(model, CudaSettings(BUCKETS, 128, 4096), ["split-k"])
+        CUDACertifier(model, VerifierSettings(buckets=BUCKETS, block_size=128), ["split-k"]).run()
         print("split-k: NOT CAUGHT")
     except CertificationFailed as error:
         print("split-k:", error)

@@ -14,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from benchmarks.verifier import figures
 from benchmarks.verifier.invariance import Count, random_steps
 from benchmarks.verifier.steps import MIXES, host_ms, kv_ms, pipelined_ms, sequences_of, step_and_products_ms
 from llm42.cache import KVCache
+from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
-from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cuda import CUDACertifier
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42.verifier.cuda.runner import CudaRunner
 from llm42_kernels.cuda import cuda_operators
 
@@ -90,15 +92,16 @@ def attention() -> dict[str, Any]:
 def certify() -> dict[str, Any]:
     """Certification of the 8B model (time), of small ones, and what each plant does."""
     out: dict[str, Any] = {"plants": {}, "small": {}}
-    out["8b"] = certify_cuda(random_model(LLAMA_8B), CudaSettings(BUCKETS, BLOCK, 4096)).to_json()
+    large = VerifierSettings(buckets=BUCKETS, block_size=BLOCK)
+    out["8b"] = CUDACertifier(random_model(LLAMA_8B), large).run().to_json()
     print("8B certified in", out["8b"]["seconds"], "s", flush=True)
-    settings = CudaSettings((1, 8, 64, 512), 64, 4096)
+    settings = VerifierSettings(buckets=(1, 8, 64, 512), block_size=64)
     small = random_model(SMALL_64)
     for plant in PLANTS:
         if plant == "split-k":
             continue  # needs another environment: benchmarks/verifier/certify_device.py
         try:
-            certify_cuda(small, settings, [plant])
+            CUDACertifier(small, settings, [plant]).run()
             out["plants"][plant] = None
         except CertificationFailed as error:
             out["plants"][plant] = str(error)[:300]
@@ -109,7 +112,8 @@ def certify() -> dict[str, Any]:
         ("qk-norm", SMALL_QK, torch.bfloat16, 128),
     )
     for name, config, dtype, block in cases:
-        found = certify_cuda(random_model(config, dtype), replace(settings, block_size=block))
+        other = settings.model_copy(update={"block_size": block})
+        found = CUDACertifier(random_model(config, dtype), other).run()
         out["small"][name] = found.to_json()
         print(name, found.seconds, "s", found.providers, flush=True)
     return out
@@ -144,7 +148,8 @@ def smollm2() -> dict[str, Any]:
     from llm42.checkpoint.load import load_model
 
     model = load_model(os.environ["SMOLLM2"], "bfloat16", "cuda", 8192)
-    out: dict[str, Any] = {"certificate": certify_cuda(model, CudaSettings(BUCKETS, BLOCK, 8192)).to_json()}
+    settings = VerifierSettings(buckets=BUCKETS, block_size=BLOCK)
+    out: dict[str, Any] = {"certificate": CUDACertifier(model, settings).run().to_json()}
     print("SmolLM2 certified in", out["certificate"]["seconds"], flush=True)
     out["random"] = _random(model, 3000)
     print(out["random"], flush=True)

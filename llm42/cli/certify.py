@@ -11,7 +11,7 @@ from rich.table import Table
 from llm42.checkpoint.load import load_model
 from llm42.config import Settings
 from llm42.verifier.build import certify, plants_of
-from llm42.verifier.certify.cpu import Certificate, CertificationFailed
+from llm42.verifier.certify.certificate import Certificate, CertificationFailed
 
 out, err = Console(), Console(stderr=True)
 

@@ -19,7 +19,7 @@ from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.tracing import make_tracer
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier, certificate_for
-from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.certify.certificate import Certificate
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cublas import workspace_for_children
 from llm42_kernels.operators import Operators

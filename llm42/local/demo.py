@@ -14,7 +14,7 @@ from llm42.config import Settings
 from llm42.local.assembly import Local
 from llm42.local.demo_products import batch_dependent
 from llm42.protocol import Request, RequestStats, SamplingParams
-from llm42.verifier.certify.cpu import Certificate
+from llm42.verifier.certify.certificate import Certificate
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.operators import Operators
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
@@ -18,21 +17,21 @@ from llm42.host.threads import hold_threads, set_threads, torch_threads, usable_
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
-from llm42.verifier.certify.cpu import (
+from llm42.verifier.certify.certificate import (
     Certificate,
     CertificationFailed,
     Progress,
-    certify_cpu,
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.certify.plants import PLANTS
-from llm42.verifier.cpu.operators import block_pool, canonical_runner, canonical_set
-from llm42.verifier.cuda.build import certify_on_cuda, cuda_runner, on_cuda, with_affinity
+from llm42.verifier.certify.cpu import CPUCertifier
+from llm42.verifier.certify.search import Certifier
+from llm42.verifier.cpu.operators import canonical_runner, canonical_set
 from llm42.verifier.known_answers import golden_answers_now
 from llm42.verifier.runner import Runner
 from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import log_unused
+from llm42_kernels.rotary import cos_sin_table_rounded
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +46,8 @@ def certificate_for(
 ) -> Certificate:
     """The kept certificate for exactly these inputs, or a new one. fresh: always a new one. Raises
     CertificationFailed, GoldenFailed, UnsteadyKernels."""
-    plants, settings = tuple(plants), _observed(settings, model)
-    key = manifest.certificate_key(_known(settings, model, tokenizer), settings)
+    plants, (settings, model) = tuple(plants), _as_run(settings, model)
+    key = manifest.certificate_key(manifest.inputs(model, settings, tokenizer.identity), settings)
     directory = settings.verifier.certificate_dir
     kept = None if plants or fresh else load_certificate(directory, key)
     if kept is not None:
@@ -63,18 +62,31 @@ def certify(
 ) -> Certificate:
     """A fresh certificate, not kept, by the certifier of the model's device. Raises CertificationFailed,
     CublasEnvironmentError; ValueError for a plant that the device has not."""
-    if on_cuda(model):
-        return certify_on_cuda(settings, model, plants, progress)
-    return certify_cpu(model, settings.verifier, plants, progress)
+    certifier, model = _certifier(model.device), with_affinity(settings, model)
+    return certifier(model, settings.verifier, plants, progress).run()
 
 
 def plants_of(device: str) -> tuple[str, ...]:
     """The names of what can be planted where models are on `device`."""
-    if device == "cpu":
-        return tuple(PLANTS)
-    from llm42.verifier.certify.cuda import PLANTS as CUDA_PLANTS
+    return tuple(_certifier(device).known_plants)
 
-    return CUDA_PLANTS
+
+def _certifier(device: str) -> type[Certifier]:
+    if device_kind(device) == "cpu":
+        return CPUCertifier
+    from llm42.verifier.certify.cuda import CUDACertifier  # needs Triton
+
+    return CUDACertifier
+
+
+def with_affinity(settings: Settings, model: LoadedModel) -> LoadedModel:
+    """The model with the rotary table that `verifier.affinity` asks for; weights are shared."""
+    if settings.verifier.affinity == "none":
+        return model
+    c, positions = model.config, settings.model.max_model_len
+    inv_freq = c.inv_freq_float32(model.device)
+    table = cos_sin_table_rounded(inv_freq, positions, c.attention_factor, model.dtype)
+    return replace(model, weights=replace(model.weights, cos_sin=table))
 
 
 def build_verifier(
@@ -88,7 +100,7 @@ def build_verifier(
     replaced. Raises CertificationFailed, GoldenFailed, UnsteadyKernels."""
     if model is None or tokenizer is None:
         model, tokenizer = load_for(settings)
-    settings = _observed(settings, model)
+    settings, model = _as_run(settings, model)
     certificate = certificate or certificate_for(settings, model, tokenizer, progress=progress)
     progress("known answers")
     try:
@@ -106,25 +118,21 @@ def build_verifier(
         sizes = ", ".join(map(str, certificate.buckets))
         raise CertificationFailed("model", [f"steps of {sizes} rows have other known answers than certified"])
     log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
-    known = _known(settings, model, tokenizer)
+    known = manifest.inputs(model, settings, tokenizer.identity)
     known["request"] = fp.request_facts(settings, tokenizer)
     verifier.manifest = manifest.complete(known, certificate.providers, certificate.golden.digest)
     verifier.fingerprint = fp.fingerprint(verifier.manifest)
     return verifier
 
 
-def _observed(settings: Settings, model: LoadedModel) -> Settings:
-    """The settings with the number of threads that run. Raises UnsteadyKernels."""
-    require_steady_kernels(device_kind(model.device))
-    if on_cuda(model):
-        return settings
-    threads = usable_threads(settings.verifier.threads)
-    return settings.model_copy(update={"verifier": settings.verifier.model_copy(update={"threads": threads})})
-
-
-def _known(settings: Settings, model: LoadedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What is known before certification, of the model as it will be run."""
-    return manifest.inputs(with_affinity(settings, model), settings, tokenizer.identity)
+def _as_run(settings: Settings, model: LoadedModel) -> tuple[Settings, LoadedModel]:
+    """The settings with the number of threads that run, the model with its rotary table. Raises
+    UnsteadyKernels."""
+    kind, v = device_kind(model.device), settings.verifier
+    require_steady_kernels(kind)
+    if kind == "cpu":
+        v = v.model_copy(update={"threads": usable_threads(v.threads)})
+    return settings.model_copy(update={"verifier": v}), with_affinity(settings, model)
 
 
 def _that_answers_as_known(
@@ -132,27 +140,32 @@ def _that_answers_as_known(
 ) -> Verifier | None:
     """A verifier with a certificate's providers; None if it computes other known answers than the
     certificate has."""
-    make_runner = cuda_runner if on_cuda(model) else _cpu_runner
-    runner, pool = make_runner(settings, model, certificate, certificate.key)
+    v = settings.verifier
+    blocks = -(-v.kv_tokens // v.block_size)
+    hold = hold_threads if device_kind(model.device) == "cpu" else set_threads
     verifier = Verifier(
-        runner,
-        pool,
+        _runner(settings, model, certificate, blocks),
+        BlockPool(blocks, v.block_size, root=certificate.key.encode()),
         buckets=certificate.buckets,
         max_len=settings.model.max_model_len,
         vocab_size=model.config.vocab_size,
         fingerprint="",
-        max_waiting=settings.verifier.max_waiting,
-        on_thread_start=partial(set_threads if on_cuda(model) else hold_threads, settings.verifier.threads),
+        max_waiting=v.max_waiting,
+        on_thread_start=partial(hold, v.threads),
         device_lost=partial(device_lost, model.device),
     )
-    with torch_threads(settings.verifier.threads):
+    with torch_threads(v.threads):
         found = golden_answers_now(verifier, certificate.golden.tokens)
     return verifier if found == certificate.golden else None
 
 
-def _cpu_runner(
-    settings: Settings, model: LoadedModel, certificate: Certificate, name: str
-) -> tuple[Runner, BlockPool]:
-    v, parts = settings.verifier, canonical_set(certificate.providers)
-    runner = canonical_runner(model, parts, certificate.buckets, v.kv_tokens, v.block_size, v.rounds_logits)
-    return runner, block_pool(v.kv_tokens, v.block_size, name)
+def _runner(settings: Settings, model: LoadedModel, certificate: Certificate, blocks: int) -> Runner:
+    v, providers, buckets = settings.verifier, certificate.providers, certificate.buckets
+    if device_kind(model.device) == "cpu":
+        parts = canonical_set(providers)
+        return canonical_runner(model, parts, buckets, blocks, v.block_size, v.rounds_logits)
+    from llm42.verifier.cuda.runner import cuda_runner
+
+    if v.block_size % 64:
+        log.warning("verifier.block_size %d: multiples of 64 make attention faster on a GPU", v.block_size)
+    return cuda_runner(model, providers, v, buckets, blocks, settings.model.max_model_len)

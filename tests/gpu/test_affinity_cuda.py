@@ -13,8 +13,10 @@ from benchmarks.affinity.exact import attend, attention_bits, norm_bits
 from benchmarks.lib.random_model import SMALL_64, random_model
 from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
-from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.config import VerifierSettings
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cuda import CUDACertifier
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42.verifier.cuda.runner import CudaRunner, attention_shape
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cuda import candidates, cuda_operators
@@ -92,12 +94,12 @@ def test_logits_are_rounded_in_place() -> None:
 
 @pytest.mark.parametrize("plant", [None, *(p for p in PLANTS if p != "split-k")])
 def test_certification_with_affinity(plant: str | None) -> None:
-    settings = CudaSettings((1, 8, 64, 512), 64, 4096, "vllm", True)
+    settings = VerifierSettings(buckets=(1, 8, 64, 512), block_size=64, affinity="vllm")
     model = random_model(SMALL_64, max_len=4096)
     if plant is None:
-        certificate = certify_cuda(model, settings)
+        certificate = CUDACertifier(model, settings).run()
         chosen = {op: certificate.providers[op] for op in ("rms_norm", "silu_mul", "attention")}
         assert chosen == {"rms_norm": "carried", "silu_mul": "library-exp", "attention": "flash-order"}
         return
     with pytest.raises(CertificationFailed):
-        certify_cuda(model, settings, [plant])
+        CUDACertifier(model, settings, [plant]).run()

@@ -17,7 +17,7 @@ from benchmarks.commands.lab import QUESTION, plain_record
 from benchmarks.lib.random_model import LLAMA_8B, write_random
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.certify.cuda import PLANTS
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 Reply = dict[str, Any]

@@ -4,7 +4,6 @@ sizes nor block sizes are in a bit."""
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import torch
 
 from benchmarks.lib.random_model import SMALL_64, random_model
 from llm42.cache import BlockPool, KVCache
+from llm42.config import VerifierSettings
 from llm42.fingerprint import device
 from llm42.fingerprint.environment import UnsteadyKernels, require_steady_kernels
 from llm42.fingerprint.libraries import loaded_libraries
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.verifier.certify.cpu import Certificate
-from llm42.verifier.certify.cuda import CudaSettings, certify_cuda
+from llm42.verifier.certify.certificate import Certificate
+from llm42.verifier.certify.cuda import CUDACertifier
 from llm42.verifier.cuda.runner import CudaRunner, attention_shape
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cuda import PROVIDERS, cuda_operators
@@ -84,11 +84,11 @@ def _answers(model: LoadedModel, certificate: Certificate, block: int) -> list[A
 
 
 def test_step_and_block_sizes_change_no_bit() -> None:
-    model, base = random_model(SMALL_64), CudaSettings((1, 8, 64), 64, 2048)
-    first = certify_cuda(model, base)
+    model, base = random_model(SMALL_64), VerifierSettings(buckets=(1, 8, 64), block_size=64)
+    first = CUDACertifier(model, base).run()
     want = _answers(model, first, 64)
     for sizes, block in (((7, 100, 1024), 64), ((1, 8, 64), 128), ((64, 512), 32), ((3,), 16)):
-        found = certify_cuda(model, replace(base, buckets=sizes, block_size=block))
+        found = CUDACertifier(model, base.model_copy(update={"buckets": sizes, "block_size": block})).run()
         assert found.golden == first.golden
         assert found.providers == first.providers
         assert _answers(model, found, block) == want, (sizes, block)

@@ -11,11 +11,13 @@ import torch
 from benchmarks.lib.random_model import SMALL_64, SMALL_96, SMALL_QK, random_model
 from benchmarks.verifier.invariance import random_steps
 from llm42.cache import KVCache
+from llm42.config import VerifierSettings
 from llm42.models.config import ModelConfig
 from llm42.protocol import SamplingParams
 from llm42.sampling import sample_row
-from llm42.verifier.certify.cpu import CertificationFailed
-from llm42.verifier.certify.cuda import PLANTS, CudaSettings, certify_cuda
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cuda import CUDACertifier
+from llm42.verifier.certify.plants_cuda import PLANTS
 from llm42.verifier.cuda.runner import CudaRunner, OutOfDeviceMemory, memory_advice
 from llm42.verifier.runner import SequenceRows
 from llm42_kernels.attention import Tile, TritonAttention
@@ -116,14 +118,14 @@ def test_copy_block_is_ordered_with_steps() -> None:
 
 
 def test_certificate_and_plants() -> None:
-    model, settings = random_model(SMALL_64), CudaSettings((1, 8, 64), 64, 1024)
-    certificate = certify_cuda(model, settings)
+    model, settings = random_model(SMALL_64), VerifierSettings(buckets=(1, 8, 64), block_size=64)
+    certificate = CUDACertifier(model, settings).run()
     assert all(r.passed for r in certificate.reports)
     for plant in PLANTS:
         if plant == "split-k":
             continue  # needs a process with cuBLAS's default workspace
         with pytest.raises(CertificationFailed):
-            certify_cuda(model, settings, [plant])
+            CUDACertifier(model, settings, [plant]).run()
 
 
 def test_out_of_memory_names_the_setting() -> None:

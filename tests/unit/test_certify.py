@@ -24,15 +24,16 @@ from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier, certificate_for
-from llm42.verifier.certify.cpu import (
+from llm42.verifier.certify.certificate import (
     Certificate,
     CertificationFailed,
-    certify_cpu,
     load_certificate,
     save_certificate,
 )
-from llm42.verifier.certify.plants import PLANTS
-from llm42.verifier.certify.rows import RowSubject, Tally, check_rows, same_bits
+from llm42.verifier.certify.cpu import CPUCertifier
+from llm42.verifier.certify.plants import broken
+from llm42.verifier.certify.plants_cpu import PLANTS
+from llm42.verifier.certify.rows import OperatorCase, Tally, check_rows, same_bits
 from llm42.verifier.sizes import PROVIDER_ROWS
 from llm42_kernels import attention_cpu, cpu, linear_cpu
 from tests.support import Lab, write_model
@@ -76,7 +77,7 @@ def test_this_machine_passes(certificate: Certificate) -> None:
 @pytest.mark.parametrize("plant", sorted(PLANTS))
 def test_every_plant_is_caught(plant: str, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
     with pytest.raises(CertificationFailed) as caught:
-        certify_cpu(loaded[0], settings.verifier, [plant])
+        CPUCertifier(loaded[0], settings.verifier, [plant]).run()
     assert caught.value.operator == CAUGHT_AS[plant]
 
 
@@ -127,7 +128,7 @@ def test_the_next_provider_is_used(
 ) -> None:
     right = by_row.pop("row")
     by_row |= {"broken": _depends_on_the_step, "row": right}
-    certificate = certify_cpu(loaded[0], settings.verifier)
+    certificate = CPUCertifier(loaded[0], settings.verifier).run()
     assert certificate.providers["linear"] == "row"
     failed = [r for r in certificate.reports if not r.passed]
     others = tuple(rows for rows in PROVIDER_ROWS["cpu"] if rows != 8)
@@ -140,7 +141,7 @@ def test_small_steps_are_dropped_when_only_large_ones_agree(
 ) -> None:
     by_row.clear()
     by_row["broken"] = _depends_on_the_step
-    certificate = certify_cpu(loaded[0], settings.verifier)
+    certificate = CPUCertifier(loaded[0], settings.verifier).run()
     assert certificate.providers["linear"] == "broken"
     assert certificate.buckets == (16, 64)
 
@@ -155,8 +156,8 @@ def test_a_row_operator_that_mixes_rows_is_caught() -> None:
     def mean_shift(x: Tensor) -> tuple[Tensor]:
         return (x + 0.0 * x.mean(),)
 
-    subject = RowSubject("op", "test", lambda n, g: (torch.randn(n, 8, generator=g),), mean_shift)
-    good, violation = check_rows(subject, [4, 8], Tally())
+    case = OperatorCase("op", "test", lambda n, g: (torch.randn(n, 8, generator=g),), mean_shift)
+    good, violation = check_rows(case, [4, 8], Tally())
     assert good == []
     assert violation is not None
     assert "NaN" in violation.detail  # 0 * finite is invisible; 0 * NaN is not
@@ -302,7 +303,7 @@ def test_every_form_in_which_the_decoder_calls_an_operator_is_checked(
     for name, run in list(table.items()):
         monkeypatch.setitem(table, name, _breaks_rows(lambda x: wanted(x, config), run))
     with pytest.raises(CertificationFailed) as caught:
-        certify_cpu(normed_heads, settings.verifier)
+        CPUCertifier(normed_heads, settings.verifier).run()
     assert caught.value.operator == operator, case
 
 
@@ -318,7 +319,7 @@ def test_the_first_norm_without_residual_is_checked(
 
         monkeypatch.setitem(table, name, broken)
     with pytest.raises(CertificationFailed, match="rms_norm"):
-        certify_cpu(normed_heads, settings.verifier)
+        CPUCertifier(normed_heads, settings.verifier).run()
 
 
 def test_attention_is_checked_beyond_short_contexts(
@@ -326,7 +327,7 @@ def test_attention_is_checked_beyond_short_contexts(
 ) -> None:
     """A split of long contexts that depends on companions is caught, though short ones are right."""
     right = attention_cpu.CPU_PROVIDERS["tiled"]
-    split = PLANTS["attention-split"].wrap(right)
+    split = broken(PLANTS, ["attention-split"], "attention", right)
 
     def run(q: Tensor, k: Tensor, v: Tensor, groups: Any, scale: float) -> Tensor:
         long = max(g.start + g.count for g in groups) > 600
@@ -334,7 +335,7 @@ def test_attention_is_checked_beyond_short_contexts(
 
     monkeypatch.setitem(attention_cpu.CPU_PROVIDERS, "tiled", run)
     with pytest.raises(CertificationFailed, match="attention"):
-        certify_cpu(loaded[0], settings.verifier)
+        CPUCertifier(loaded[0], settings.verifier).run()
 
 
 @pytest.mark.parametrize("positions", [16, 80])

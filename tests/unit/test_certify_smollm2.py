@@ -8,8 +8,9 @@ from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
-from llm42.verifier.certify.cpu import CertificationFailed, certify_cpu
-from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.certify.certificate import CertificationFailed
+from llm42.verifier.certify.cpu import CPUCertifier
+from llm42.verifier.certify.plants_cpu import PLANTS
 from llm42_kernels import cpu
 
 SETTINGS = Settings.load({"verifier": {"certificate_dir": None, "buckets": (8, 16, 64)}})
@@ -22,7 +23,7 @@ def loaded() -> tuple[LoadedModel, Tokenizer]:
 
 @pytest.mark.slow
 def test_it_passes(loaded: tuple[LoadedModel, Tokenizer]) -> None:
-    certificate = certify_cpu(loaded[0], SETTINGS.verifier)
+    certificate = CPUCertifier(loaded[0], SETTINGS.verifier).run()
     assert set(certificate.providers) == {*cpu.PROVIDERS, "attention", "sampling"}
     assert certificate.compared_rows > 1000
     assert certificate.buckets[-1] == 64
@@ -37,5 +38,5 @@ QUICK = "row-residue"
 )
 def test_every_plant_is_caught(plant: str, loaded: tuple[LoadedModel, Tokenizer]) -> None:
     with pytest.raises(CertificationFailed) as caught:
-        certify_cpu(loaded[0], SETTINGS.verifier, [plant])
+        CPUCertifier(loaded[0], SETTINGS.verifier, [plant]).run()
     assert caught.value.operator == PLANTS[plant].operator

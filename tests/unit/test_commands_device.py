@@ -26,9 +26,10 @@ from llm42.engine.vllm import engine as vllm
 from llm42.errors import LLM42Error
 from llm42.local.demo import run_demo
 from llm42.verifier import build as verifier_build
-from llm42.verifier.certify.cpu import Certificate
-from llm42.verifier.certify.cuda import PLANTS as CUDA_PLANTS
-from llm42.verifier.certify.plants import PLANTS
+from llm42.verifier.certify import cuda as certify_cuda
+from llm42.verifier.certify.certificate import Certificate
+from llm42.verifier.certify.plants_cpu import PLANTS
+from llm42.verifier.certify.plants_cuda import PLANTS as CUDA_PLANTS
 from llm42.verifier.cuda.runner import OutOfDeviceMemory
 from llm42_kernels.cublas import (
     CUBLAS_ENVIRONMENT,
@@ -138,16 +139,21 @@ def test_the_devices_own_certifier_is_asked(
         monkeypatch.setenv(name, "mine")
     asked = []
 
-    def certifier(name: str) -> Any:
-        def run(*arguments: Any) -> Certificate:
-            asked.append((name, [a for a in arguments if isinstance(a, (list, tuple))]))
-            return Certificate({}, (8,), [], 1, 0.0, True)
+    def certifier(name: str, plants: Any) -> Any:
+        class Stand:
+            known_plants = plants
 
-        return run
+            def __init__(self, *arguments: Any) -> None:
+                asked.append((name, [a for a in arguments if isinstance(a, (list, tuple))]))
+
+            def run(self) -> Certificate:
+                return Certificate({}, (8,), [], 1, 0.0, True)
+
+        return Stand
 
     monkeypatch.setattr("llm42.cli.certify.load_model", lambda *_: SimpleNamespace(device=device))
-    monkeypatch.setattr(verifier_build, "certify_on_cuda", certifier("cuda"))
-    monkeypatch.setattr(verifier_build, "certify_cpu", certifier("cpu"))
+    monkeypatch.setattr(certify_cuda, "CUDACertifier", certifier("cuda", CUDA_PLANTS))
+    monkeypatch.setattr(verifier_build, "CPUCertifier", certifier("cpu", PLANTS))
     config = _config(tmp_path, model={"device": device})
     arguments = ["certify", "--config", config, "--json", "--plant", "one-ulp"]
     result = CliRunner().invoke(cli.app, arguments)

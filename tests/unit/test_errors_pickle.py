@@ -17,7 +17,7 @@ import llm42
 import llm42_serve
 from llm42.api.errors import ModelNotFound
 from llm42.errors import LLM42Error, RequestRejected, UnsupportedModel
-from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.certificate import CertificationFailed
 
 
 def modules() -> Iterator[ModuleType]:

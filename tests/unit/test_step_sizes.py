@@ -22,8 +22,8 @@ from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier, certificate_for
-from llm42.verifier.certify import steps as step_checks
-from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify import steps_cpu as step_checks
+from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS
 from llm42_kernels import linear_cpu

@@ -17,7 +17,7 @@ from llm42.protocol import Commit, Failure, Window, across_releases
 from llm42.telemetry.logs import configure, event
 from llm42.telemetry.metrics import Scope
 from llm42.telemetry.request_metrics import VerifierReport
-from llm42.verifier.certify.cpu import CertificationFailed
+from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
 from llm42.verifier.scheduler import Verifier
 from llm42_serve.ray_metrics import actor_metrics

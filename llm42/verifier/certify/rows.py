@@ -1,9 +1,10 @@
 """Row-invariance checks: run an operator in many arrangements and compare bits (integer views: NaN and
 -0.0 count).
 
-Each check returns None or a Violation that says in words what changed a row's bits. The letters are those of
-docs/determinism.md: (a) row position, (b) companions' content, (c) step size, (d) window borders and
-companions' shapes, (e) dirty memory, (f) the whole model.
+Each check is evidence that one thing does not change a row's bits. The letters are those of
+docs/determinism.md: (a) the row's position in the step, (b) what its companions hold, (c) the step's size,
+(d) borders of windows and shapes of companions, (e) dirty memory, (f) any of these in the whole model. A
+check returns None, or a Violation that says in words what changed a bit.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSubject:
-    """A row-wise operator at one of the model's real shapes.
+class OperatorCase:
+    """One call of a row-wise operator: at one of the model's real shapes, in one form of its arguments.
 
     make(rows, generator) gives random inputs, run(*inputs) the outputs; every tensor has the rows in
     dimension 0.
@@ -64,36 +65,36 @@ def _same_rows(got: Rows, rows: Sequence[int], want: Rows, probes: Sequence[int]
     return all(same_bits(g[list(rows)], w[list(probes)]) for g, w in zip(got, want, strict=True))
 
 
-def check_bucket(subject: RowSubject, bucket: int, tally: Tally) -> Rows | Violation:
-    """Checks (a) and (b) in steps of `bucket` rows. Returns the probes' outputs, to be compared across
-    buckets.
+def check_bucket(case: OperatorCase, bucket: int, tally: Tally) -> Rows | Violation:
+    """Checks (a) and (b) in steps of `bucket` rows: equal rows have equal bits. Returns the probes' outputs,
+    to be compared across buckets.
 
     Every probe is computed at every row (the arrangements are the rotations of one order), and every row
     beside companions of every content (rows drawn at random hold probes, then the others do)."""
     gen = torch.Generator(device="cpu").manual_seed(0)
-    probes = subject.make(PROBES, gen)
+    probes = case.make(PROBES, gen)
     first = [i % PROBES for i in range(bucket)]
-    spread = subject.run(*(p[first].clone() for p in probes))
+    spread = case.run(*(p[first].clone() for p in probes))
     found = [first.index(i) for i in range(min(PROBES, bucket))]
     want = tuple(o[found].clone() for o in spread)
     for shift in range(len(found)):
         order = [(i + shift) % PROBES % len(found) for i in range(bucket)]
-        out = subject.run(*(p[order].clone() for p in probes))
+        out = case.run(*(p[order].clone() for p in probes))
         tally.rows += bucket
         if not _same_rows(out, range(bucket), want, order):
-            detail = f"{subject.shape}: equal rows of a step of {bucket} differ"
-            return Violation(subject.operator, "row position", detail)
-    for content, companions in _companions(subject, bucket, gen):
+            detail = f"{case.shape}: equal rows of a step of {bucket} differ"
+            return Violation(case.operator, "row position", detail)
+    for content, companions in _companions(case, bucket, gen):
         for rows in _probe_rows(bucket, gen):
             which = [int(x) for x in torch.randint(0, len(found), (len(rows),), generator=gen)]
             inputs = tuple(c.clone() for c in companions)
             for tensor, probe in zip(inputs, probes, strict=True):
                 tensor[rows] = probe[which]
             tally.rows += len(rows)
-            if not _same_rows(subject.run(*inputs), rows, want, which):
+            if not _same_rows(case.run(*inputs), rows, want, which):
                 named = f"row {rows[0]}" if len(rows) == 1 else f"one of {len(rows)} rows"
-                detail = f"{subject.shape}: {named} of {bucket} depends on companions ({content})"
-                return Violation(subject.operator, "companions", detail)
+                detail = f"{case.shape}: {named} of {bucket} depends on companions ({content})"
+                return Violation(case.operator, "companions", detail)
     return want
 
 
@@ -105,32 +106,32 @@ def _probe_rows(bucket: int, gen: torch.Generator) -> list[list[int]]:
     return single + [half for half in halves if half]
 
 
-def _companions(subject: RowSubject, rows: int, gen: torch.Generator) -> Iterator[tuple[str, Rows]]:
-    random = subject.make(rows, gen)
+def _companions(case: OperatorCase, rows: int, gen: torch.Generator) -> Iterator[tuple[str, Rows]]:
+    random = case.make(rows, gen)
     yield "random", random
     for name, value in (("zeros", 0.0), ("NaN", float("nan")), ("inf", float("inf"))):
         yield name, tuple(torch.full_like(t, value) if t.is_floating_point() else t for t in random)
 
 
 def check_rows(
-    subject: RowSubject, buckets: Sequence[int], tally: Tally
+    case: OperatorCase, buckets: Sequence[int], tally: Tally
 ) -> tuple[list[int], Violation | None]:
-    """Checks (a), (b), (c). Returns the buckets that agree with the last one, the reference, and the first
-    violation, if any.
+    """Checks (a), (b) and (c): a row has one result in steps of all these sizes. Returns the buckets that
+    agree with the last one, the reference, and the first violation, if any.
 
     Empty list: not even steps of the reference size alone are row-invariant.
     """
-    reference = check_bucket(subject, buckets[-1], tally)
+    reference = check_bucket(case, buckets[-1], tally)
     if isinstance(reference, Violation):
         return [], reference
     good, first = [buckets[-1]], None
     for bucket in reversed(buckets[:-1]):
-        got = check_bucket(subject, bucket, tally)
+        got = check_bucket(case, bucket, tally)
         if isinstance(got, Violation):
             first = first or got
         elif not all(same_bits(g, w[: len(g)]) for g, w in zip(got, reference, strict=True)):
-            detail = f"{subject.shape}: steps of {bucket} and {buckets[-1]} rows differ"
-            first = first or Violation(subject.operator, "step size", detail)
+            detail = f"{case.shape}: steps of {bucket} and {buckets[-1]} rows differ"
+            first = first or Violation(case.operator, "step size", detail)
         else:
             good.insert(0, bucket)
     return good, first

@@ -1,115 +1,67 @@
-"""Checks of the operators that see a whole step: attention, sampling, and the model itself."""
+"""What every device's checks of a whole step share, and the check of sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, StepSampler
 from llm42.verifier.certify.rows import Tally, Violation, same_bits
 from llm42.verifier.runner import SequenceRows
-from llm42_kernels.attention_cpu import QueryRows, StepAttention
 
 NAN = float("nan")
-PROBE_LENGTHS = (40, 150, 1100)
-LONG = 1000
-"""Probes from this length on are tried with NaN as the only dirt: their time grows with the square."""
+RAGGED = tuple(2**n - 1 for n in range(1, 11))
+"""Sizes of a prompt's chunks: 1, 3, 7, ... rows."""
+StepLogits = Callable[[int, list[SequenceRows]], Tensor]
+"""step(bucket, sequences) -> logits [R, V] float32 of their rows, in order."""
 
 
-@dataclass(slots=True)
-class _Pages:
-    """One layer's cache with a probe sequence in shuffled blocks, everything else dirty."""
-
-    keys: Tensor
-    values: Tensor
-    table: list[int]
-    queries: Tensor
-    size: int
-
-    @classmethod
-    def make(cls, length: int, heads: int, kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> _Pages:
-        gen = torch.Generator().manual_seed(length)
-        blocks = -(-length // 16) * (16 // size)
-        total = 4 * blocks + 8
-        keys, values = (torch.randn(total, size, kv_heads, dim, generator=gen).to(dtype) for _ in range(2))
-        table = torch.randperm(total, generator=gen)[:blocks].tolist()
-        return cls(keys, values, table, torch.randn(length, heads, dim, generator=gen), size)
-
-    def dirty(self, written: int, value: float) -> tuple[Tensor, Tensor]:
-        """The cache with every slot of the probe at positions >= written overwritten."""
-        at = torch.arange(written, len(self.table) * self.size)
-        slots = (torch.tensor(self.table)[at // self.size], at % self.size)
-        keys, values = self.keys.clone(), self.values.clone()
-        keys[slots], values[slots] = value, value
-        return keys, values
-
-    def group(self, start: int, count: int) -> QueryRows:
-        """Query rows of the probe."""
-        needed = -(-(start + count) // 16) * (16 // self.size)
-        return QueryRows(start, count, torch.tensor(self.table[:needed]))
-
-    def companion(self, start: int, count: int, seed: int) -> tuple[QueryRows, Tensor]:
-        """Another sequence in blocks the probe does not use."""
-        gen = torch.Generator().manual_seed(seed)
-        free = sorted(set(range(self.keys.shape[0])) - set(self.table))
-        needed = -(-(start + count) // 16) * (16 // self.size)
-        table = torch.tensor([free[i % len(free)] for i in range(needed)])
-        return QueryRows(start, count, table), torch.randn(count, *self.queries.shape[1:], generator=gen)
-
-
-def check_attention(
-    attention: StepAttention, heads: int, kv_heads: int, dim: int, size: int, dtype: torch.dtype, tally: Tally
+def compare_attention(
+    got: Tensor, want: Tensor, start: int, count: int, arrangement: str, dirt: float, tally: Tally
 ) -> Violation | None:
-    """Checks (d) and (e): borders, single rows, companions of many shapes, dirty slots. Queries are in
-    float32, so that a difference is not rounded away."""
-    for length in PROBE_LENGTHS:
-        pages = _Pages.make(length, heads, kv_heads, dim, size, dtype)
-        scale = dim**-0.5
-        want = attention(pages.queries, *pages.dirty(length, 0.0), [pages.group(0, length)], scale)
-        for start, count in _pieces(length):
-            for dirt in (0.0, NAN, 3.0) if length < LONG else (NAN,):
-                cache = pages.dirty(start + count, dirt)
-                part = pages.queries[start : start + count]
-                for label, before, after in _arrangements(pages, length):
-                    groups = [g for g, _ in before] + [pages.group(start, count)] + [g for g, _ in after]
-                    rows = [q for _, q in before] + [part] + [q for _, q in after]
-                    at = sum(g.count for g, _ in before)
-                    got = attention(torch.cat(rows), *cache, groups, scale)[at : at + count]
-                    tally.rows += count
-                    if not same_bits(got, want[start : start + count]):
-                        what = (
-                            f"rows {start}..{start + count - 1} of {length}, {label}, unwritten slots {dirt}"
-                        )
-                        check = "dirty memory" if got.isnan().any() else "window borders or companions"
-                        return Violation("attention", check, what)
+    """A probe's `count` rows from position `start`, as computed in some arrangement, against the same rows of
+    the whole probe alone. got [count, Hq, D], want [length, Hq, D]."""
+    tally.rows += count
+    if same_bits(got, want[start : start + count]):
+        return None
+    what = f"rows {start}..{start + count - 1} of {len(want)}, {arrangement}, unwritten slots {dirt}"
+    check = "dirty memory" if got.isnan().any() else "window borders or companions"
+    return Violation("attention", check, what)
+
+
+def check_chunks(
+    step: StepLogits,
+    rows: Callable[[int, int], SequenceRows],
+    sizes: Iterable[int],
+    buckets: Sequence[int],
+    length: int,
+    want: Tensor,
+    tally: Tally,
+) -> Violation | None:
+    """A prompt of `length` rows in chunks of `sizes` rows, each in the smallest of `buckets` that holds it,
+    against its logits in one chunk. rows(start, count): the prompt's. want [length, V]."""
+    start = 0
+    for size in sizes:
+        count = min(size, length - start)
+        if count == 0:
+            break
+        bucket = next(b for b in buckets if b >= count)
+        got = step(bucket, [rows(start, count)])
+        tally.rows += count
+        if not same_bits(got, want[start : start + count]):
+            what = f"{count} rows at {start} in a step of {bucket}"
+            return Violation("model", "chunking or step size", what)
+        start += count
     return None
 
 
-def _pieces(length: int) -> list[tuple[int, int]]:
-    singles = [(p, 1) for p in (0, 15, 16, length - 1)]
-    return [*singles, (0, 17), (5, 9), (length // 2, 13), (length - 20, 20)]
-
-
-def _arrangements(
-    pages: _Pages, length: int
-) -> list[tuple[str, list[tuple[QueryRows, Tensor]], list[tuple[QueryRows, Tensor]]]]:
-    short, long = pages.companion(3, 1, 1), pages.companion(length, 1, 2)
-    wide, tall = pages.companion(20, 33, 3), pages.companion(0, 10, 4)
-    return [
-        ("alone", [], []),
-        ("after a one-row companion", [short], []),
-        ("among a long and a wide companion", [long, wide], [tall]),
-        ("before a ten-row companion", [], [tall]),
-    ]
-
-
 def check_sampling(sampler: StepSampler, vocab_size: int, tally: Tally) -> Violation | None:
-    """Every row drawn alone and in steps of 2 to 33 rows; borders of top-p are hit exactly."""
+    """A row's draw does not depend on the rows beside it: every row is drawn alone and in steps of 2 to 33
+    rows; borders of top-p are hit exactly."""
     draws = _sampling_draws(vocab_size)
     gen = torch.Generator().manual_seed(1)
     logits = torch.randn(len(draws), vocab_size, generator=gen) * 3
@@ -141,80 +93,3 @@ def _sampling_draws(vocab_size: int) -> list[Draw]:
     return [
         Draw(replace(kind, seed=seed), history[: 20 + seed], 10, 2) for seed in range(12) for kind in kinds
     ]
-
-
-StepLogits = Callable[[int, list[SequenceRows]], Tensor]
-
-
-def check_model(
-    step: StepLogits,
-    kv: KVCache,
-    blocks: int,
-    buckets: Sequence[int],
-    vocab_size: int,
-    positions: int,
-    tally: Tally,
-) -> Violation | None:
-    """Check (f): the logits of one prompt in one chunk, in ragged chunks, in every bucket, beside
-    companions, over a warm prefix; the cache starts full of NaN. positions: how many the model has."""
-    length = min(3 * buckets[-1] // 4, 96, blocks * kv.block_size // 3, positions)
-    gen = torch.Generator().manual_seed(2)
-    tokens = torch.randint(0, vocab_size, (length,), generator=gen).tolist()
-    other = torch.randint(0, vocab_size, (length,), generator=gen).tolist()
-    need = -(-length // kv.block_size)
-    probe, second, third = (list(range(i * need, (i + 1) * need)) for i in range(3))
-    everything = list(range(blocks))
-
-    def rows(ids: list[int], table: list[int], start: int, count: int) -> SequenceRows:
-        return SequenceRows(ids, start, count, table, 0, length, SamplingParams())
-
-    kv.fill(everything, NAN)
-    want = _chunked(step, rows, tokens, probe, [length], buckets[-1:])
-    trials: list[tuple[str, list[int], Sequence[int]]] = [
-        ("ragged chunks", _ragged(length, buckets[-1]), buckets)
-    ]
-    trials += [(f"steps of {b}", [b] * length, [b]) for b in buckets[:-1]]
-    for label, sizes, allowed in trials:
-        kv.fill(second, NAN)
-        got = _chunked(step, rows, tokens, second, sizes, allowed)
-        tally.rows += len(got)
-        if not same_bits(got, want[: len(got)]):
-            return Violation("model", "chunking or step size", label)
-    kv.fill(third, NAN)
-    half = length // 2
-    half -= half % kv.block_size
-    warm = [*probe[: half // kv.block_size], *third[half // kv.block_size :]]
-    count = min(length - half, buckets[-1] // 2)
-    companions = rows(other, second, 0, min(length, buckets[-1] - count))
-    got = step(buckets[-1], [companions, rows(tokens, warm, half, count)])[companions.count :]
-    tally.rows += count
-    if not same_bits(got, want[half : half + count]):
-        return Violation("model", "companions or warm prefix", f"{count} rows from position {half}")
-    return None
-
-
-def _ragged(length: int, largest: int) -> list[int]:
-    sizes: list[int] = []
-    size = 1
-    while sum(sizes) < length:
-        sizes.append(min(size, largest))
-        size = size * 2 + 1
-    return sizes
-
-
-def _chunked(
-    step: StepLogits,
-    rows: Callable[[list[int], list[int], int, int], SequenceRows],
-    tokens: list[int],
-    table: list[int],
-    sizes: Sequence[int],
-    buckets: Sequence[int],
-) -> Tensor:
-    out, start = [], 0
-    for size in sizes:
-        count = min(size, len(tokens) - start)
-        if count == 0:
-            break
-        out.append(step(next(b for b in buckets if b >= count), [rows(tokens, table, start, count)]))
-        start += count
-    return torch.cat(out)

@@ -1,10 +1,11 @@
-"""Device versions of the checks that see a whole step: paged attention, and the model through a CUDA
-runner."""
+"""Checks on a GPU of what sees a whole step: paged attention, and the model through a CUDA runner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from torch import Tensor
 from llm42.cache import KVCache
 from llm42.protocol import SamplingParams
 from llm42.verifier.certify.rows import Tally, Violation, same_bits
+from llm42.verifier.certify.steps import NAN, RAGGED, StepLogits, check_chunks, compare_attention
 from llm42.verifier.runner import SequenceRows
-from llm42_kernels.attention import SEGMENT, AttentionShape, Tile
+from llm42_kernels.attention import SEGMENT, AttentionShape
 from llm42_kernels.attention_flash import make_attention
 
-NAN = float("nan")
 Span = tuple[int, int, list[int]]
 """First position, number of rows, block table."""
 Attention = Callable[[Tensor, Tensor, Tensor, Sequence[Span], int | None], Tensor]
@@ -33,40 +34,6 @@ def device_attention(shape: AttentionShape, device: torch.device) -> Attention:
         engine.planner.programs = programs or usual
         start, count, tables = [list(x) for x in zip(*spans, strict=True)]
         return engine.run(q, k, v, start, count, tables, torch.float32)
-
-    return run
-
-
-def split_with_companions(shape: AttentionShape, device: torch.device) -> Attention:
-    """Plant: the segments over keys are shorter when the step holds companions."""
-    split = replace(shape, order="segments", block_n=64, segment=SEGMENT // 2)
-    alone, other = (device_attention(s, device) for s in (shape, split))
-    return lambda q, k, v, spans, n: (other if len(spans) > 1 else alone)(q, k, v, spans, n)
-
-
-def tile_by_neighbour(shape: AttentionShape, device: torch.device) -> Attention:
-    """Plant: the key tile follows the largest number of query rows in the step."""
-    tile = Tile(64, 4, 2, 1)
-    block_n = 320 - shape.block_n if shape.order == "flash" else 32  # flash: 128 for 192 and 192 for 128
-    narrow = replace(shape, block_n=block_n, large=tile, small=tile)
-    alone, other = device_attention(shape, device), device_attention(narrow, device)
-    return lambda q, k, v, spans, n: (other if max(c for _, c, _ in spans) > 9 else alone)(q, k, v, spans, n)
-
-
-def reads_dirty_tail(shape: AttentionShape, device: torch.device) -> Attention:
-    """Plant: the value slot behind the last written one is read with weight zero."""
-    attention = device_attention(shape, device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], programs: int | None) -> Tensor:
-        out, row = attention(q, k, v, spans, programs), 0
-        for start, count, table in spans:
-            row += count
-            slot = (start + count) % shape.block_size
-            if slot:
-                out[row - 1] += (
-                    0.0 * v[table[(start + count) // shape.block_size] * shape.block_size + slot, 0, 0]
-                )
-        return out
 
     return run
 
@@ -108,38 +75,32 @@ class _Probe:
         return keys, values
 
 
-def check_attention_device(
+def check_attention(
     attention: Attention, shape: AttentionShape, dtype: torch.dtype, device: torch.device, tally: Tally
 ) -> Violation | None:
-    """Checks (d) and (e) on unrounded outputs: window borders, single rows, fused and split segments,
-    companions of many shapes and NaN, dirty slots. Probes of 40 and of two and a half segments."""
+    """Checks (d) and (e) on unrounded outputs: a probe's rows have the bits of one step that holds it alone
+    and whole, also in windows with other borders, in steps of one row, with segments fused and split, beside
+    companions of many shapes and of NaN, over dirty slots. Probes of 40 and of two and a half segments."""
     segment = min(shape.segment, SEGMENT)
     for length in (40, 5 * segment // 2):
         probe = _Probe.make(length, shape, dtype, device)
+        queries = probe.queries
         whole: list[Span] = [(0, length, probe.table)]
-        want = attention(probe.queries, *probe.dirty(length, 0.0), whole, None)
+        want = attention(queries, *probe.dirty(length, 0.0), whole, None)
         for start, count in _pieces(length, segment):
             for dirt, programs in ((0.0, None), (NAN, 1), (3.0, 10**6)):
                 cache = probe.dirty(start + count, dirt)
                 if dirt != 0.0:
                     cache = probe.nan_companion(*cache)
-                part = probe.queries[start : start + count]
+                part = queries[start : start + count]
                 for label, before, after in _arrangements(probe, length):
                     spans = [*before, (start, count, probe.table), *after]
-                    rows = (
-                        [probe.queries[:n] for _, n, _ in before]
-                        + [part]
-                        + [probe.queries[:n] for _, n, _ in after]
-                    )
+                    rows = [*(queries[:n] for _, n, _ in before), part, *(queries[:n] for _, n, _ in after)]
                     at = sum(n for _, n, _ in before)
                     got = attention(torch.cat(rows), *cache, spans, programs)[at : at + count]
-                    tally.rows += count
-                    if not same_bits(got, want[start : start + count]):
-                        where = (
-                            f"rows {start}..{start + count - 1} of {length}, {label}, unwritten slots {dirt}"
-                        )
-                        check = "dirty memory" if got.isnan().any() else "window borders or companions"
-                        return Violation("attention", check, where)
+                    found = compare_attention(got, want, start, count, label, dirt, tally)
+                    if found is not None:
+                        return found
     return None
 
 
@@ -160,13 +121,10 @@ def _arrangements(probe: _Probe, length: int) -> list[tuple[str, list[Span], lis
     ]
 
 
-StepLogits = Callable[[int, list[SequenceRows]], Tensor]
-
-
-def check_model_device(
+def check_model(
     step: StepLogits, kv: KVCache, buckets: Sequence[int], vocab_size: int, length: int, tally: Tally
 ) -> Violation | None:
-    """Check (f): logits of one prompt in one chunk, in ragged chunks, in steps of every bucket, beside
+    """Check (f): a prompt has the logits of one chunk also in ragged chunks, in steps of every bucket, beside
     companions (one whose cached prefix is NaN), and over a warm prefix. The cache starts full of NaN."""
     gen = torch.Generator().manual_seed(2)
     length = min(length, buckets[-1])
@@ -177,34 +135,16 @@ def check_model_device(
     def rows(ids: list[int], table: list[int], start: int, count: int) -> SequenceRows:
         return SequenceRows(ids, start, count, table, 0, length, SamplingParams())
 
-    def chunked(table: list[int], sizes: Sequence[int], bucket: int) -> Violation | None:
-        start = 0
-        for size in sizes:
-            count = min(size, length - start)
-            if not count:
-                break
-            got = step(bucket, [rows(tokens, table, start, count)])
-            tally.rows += count
-            if not same_bits(got, want[start : start + count]):
-                return Violation(
-                    "model", "chunking or step size", f"{count} rows at {start} in a step of {bucket}"
-                )
-            start += count
-        return None
-
     kv.fill(range(3 * need), NAN)
     want = step(buckets[-1], [rows(tokens, probe, 0, length)])
     if want.isnan().any():
         return Violation("model", "dirty memory", "unwritten slots reach a prompt's logits")
-    for bucket in buckets:
+    trials: list[tuple[Iterable[int], Sequence[int]]] = [(repeat(b), [b]) for b in buckets]
+    for sizes, allowed in [*trials, (RAGGED, buckets[-1:])]:
         kv.fill(second, NAN)
-        found = chunked(second, [bucket] * -(-length // bucket), bucket)
-        if found:
+        found = check_chunks(step, partial(rows, tokens, second), sizes, allowed, length, want, tally)
+        if found is not None:
             return found
-    kv.fill(second, NAN)
-    found = chunked(second, [1, 3, 7, 15, 31, 63, 127, 255, 511, length], buckets[-1])
-    if found:
-        return found
     half = length // 2 // kv.block_size * kv.block_size
     warm = [*probe[: half // kv.block_size], *third[half // kv.block_size :]]
     kv.fill(third, NAN)

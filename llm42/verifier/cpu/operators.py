@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from llm42.cache import BlockPool, KVCache
+from llm42.cache import KVCache
 from llm42.models.weights import LoadedModel
 from llm42.sampling import StepSampler, sample_step
-from llm42.verifier.certify.plants import PLANTS
 from llm42.verifier.cpu.runner import CPURunner
 from llm42_kernels import attention_cpu, cpu
 from llm42_kernels.attention_cpu import StepAttention
@@ -24,38 +23,24 @@ class CanonicalSet:
     sampler: StepSampler
 
 
-def canonical_set(providers: Mapping[str, str], plants: Iterable[str] = ()) -> CanonicalSet:
-    """The CPU operators that a certificate names; plants break them (tests only)."""
+def canonical_set(providers: Mapping[str, str]) -> CanonicalSet:
+    """The CPU operators that a certificate names."""
     ops = cpu.cpu_operators({k: v for k, v in providers.items() if k in cpu.PROVIDERS})
     attention = attention_cpu.CPU_PROVIDERS[providers.get("attention", "tiled")]
-    sampler: StepSampler = sample_step
-    for name in plants:
-        plant = PLANTS[name]
-        if plant.operator == "attention":
-            attention = plant.wrap(attention)
-        elif plant.operator == "sampling":
-            sampler = plant.wrap(sampler)
-        else:
-            ops = replace(ops, **{plant.operator: plant.wrap(getattr(ops, plant.operator))})
-    return CanonicalSet(ops, attention, sampler)
+    return CanonicalSet(ops, attention, sample_step)
 
 
 def canonical_runner(
     model: LoadedModel,
     parts: CanonicalSet,
     buckets: tuple[int, ...],
-    kv_tokens: int,
+    blocks: int,
     block_size: int,
     rounds_logits: bool = False,
 ) -> CPURunner:
-    """A runner with a cache of its own. rounds_logits: to the model's dtype, before anything else."""
+    """A runner with a cache of its own, of `blocks` blocks. rounds_logits: to the model's dtype, before
+    anything else."""
     c = model.config
-    blocks = -(-kv_tokens // block_size)
     kv = KVCache(c.num_layers, blocks, block_size, c.num_kv_heads, c.head_dim, model.dtype)
     ops = rounded_head(parts.ops, model.dtype) if rounds_logits else parts.ops
     return CPURunner(model, ops, kv, buckets, parts.attention, parts.sampler)
-
-
-def block_pool(kv_tokens: int, block_size: int, name: str = "") -> BlockPool:
-    """The pool of a cache of kv_tokens; name: the root of its blocks' keys."""
-    return BlockPool(-(-kv_tokens // block_size), block_size, root=name.encode())

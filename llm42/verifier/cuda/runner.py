@@ -11,7 +11,7 @@ gpu_memory_utilization counts what is in use)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from llm42.cache import KVCache
+from llm42.config import VerifierSettings
 from llm42.models.weights import LoadedModel
 from llm42.sampling import Draw, Sampled, is_plain
 from llm42.verifier.cuda.forward import CudaForward
 from llm42.verifier.cuda.pack import HostBuffers, Layout, StepPacker
 from llm42.verifier.cuda.sampler import alternatives, draw_rows, sampled
 from llm42.verifier.runner import SequenceRows
+from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape, Tile
 from llm42_kernels.attention_flash import flash_shape, make_attention
 from llm42_kernels.cublas import check_cublas_environment
@@ -240,6 +242,27 @@ ATTENTION: dict[str, Callable[[int, int, int, int], AttentionShape]] = {
     "flash-order": flash_shape,
 }
 """Provider -> its tiles for (query heads, KV heads, head size, block size)."""
+
+
+def cuda_runner(
+    model: LoadedModel,
+    providers: Mapping[str, str],
+    settings: VerifierSettings,
+    buckets: tuple[int, ...],
+    blocks: int,
+    max_len: int,
+    graphs: bool = True,
+) -> CudaRunner:
+    """A runner of the named providers with a cache of its own, of `blocks` blocks. max_len: positions that a
+    sequence may have. Raises OutOfDeviceMemory."""
+    c, size = model.config, settings.block_size
+    ops = cuda.cuda_operators({op: name for op, name in providers.items() if op in cuda.PROVIDERS})
+    with memory_advice():
+        kv = KVCache(c.num_layers, blocks, size, c.num_kv_heads, c.head_dim, model.dtype, model.device)
+    shape = ATTENTION[providers["attention"]](c.num_heads, c.num_kv_heads, c.head_dim, size)
+    return CudaRunner(
+        model, ops, kv, buckets, max_len, shape=shape, round_logits=settings.rounds_logits, graphs=graphs
+    )
 
 
 def _wishes(
