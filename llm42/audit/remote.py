@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import queue
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from llm42.audit.compare import Difference, Finding, Verdict
@@ -56,31 +55,16 @@ class RemoteAudit:
         return found
 
     def audit(self, records: Records, found: Callable[[Finding], None]) -> None:
-        """Tells `found` about every claim, from several threads one at a time. What the server refuses to
-        look at is a finding of the records of that call. Raises ServerProblem when it is not there."""
+        """Tells `found` about every claim, in their order. What the server refuses to look at is a finding
+        of the records of that call. Raises ServerProblem when it is not there."""
         self.fingerprint()
         manifests = [{"fingerprint": k, "manifest": v} for k, v in records.manifests.items()]
-        batches: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
-        for batch in _batches(records):
-            batches.put(batch)
-        lock = threading.Lock()
-
-        def work() -> None:
-            while True:
-                try:
-                    batch = batches.get_nowait()
-                except queue.Empty:
-                    return
-                findings = self._audited(batch, manifests)
-                with lock:
-                    for finding in findings:
-                        found(finding)
-
         with ThreadPoolExecutor(CONCURRENCY) as pool:
-            for worker in [pool.submit(work) for _ in range(CONCURRENCY)]:
-                worker.result()
+            for findings in pool.map(partial(self._audited, manifests), _batches(records)):
+                for finding in findings:
+                    found(finding)
 
-    def _audited(self, batch: Numbered, manifests: list[dict[str, Any]]) -> list[Finding]:
+    def _audited(self, manifests: list[dict[str, Any]], batch: Numbered) -> list[Finding]:
         body = {"records": [without_alternatives(record) for _, record in batch], "manifests": manifests}
         try:
             results = self._call("/v1/audit", body)["results"]

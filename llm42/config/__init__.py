@@ -1,5 +1,5 @@
 """The one typed configuration tree, a file a section: read from YAML or a mapping, validated once, printed at
-start. generate.py writes serve_config.yaml from it, helm/generate.py the chart's schema."""
+start. helm/serve_config.py writes serve_config.yaml from it, helm/generate.py the chart's schema."""
 
 from llm42.config.audit import AuditSettings
 from llm42.config.engine import EngineSettings, VllmSettings

@@ -58,7 +58,7 @@ _APPLICATION: dict[str, tuple[str, ...] | None] = {
     "runtime_env": (),
     "logging_config": (),
 }
-"""Names that Ray Serve knows, each with the values that `llm42 serve` honours beside empty ones; None: all."""
+"""Names that Ray Serve knows, with the values that `llm42 serve` honours beside empty ones; None: all."""
 
 
 def _settings(source: Path, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""helm/generate.py as a module: the folder is not a package."""
+"""The scripts in helm/ as modules: the folder is not a package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import ModuleType
 from tests.chart.helm import ROOT
 
 
-def load() -> ModuleType:
+def load(name: str = "generate") -> ModuleType:
     """A fresh copy, whose globals a test may change."""
-    spec = importlib.util.spec_from_file_location("chart_generate", ROOT / "helm" / "generate.py")
+    spec = importlib.util.spec_from_file_location(f"chart_{name}", ROOT / "helm" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,12 +11,12 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from llm42.config import GPU_DEFAULTS, SessionSettings, Settings
-from llm42.config.generate import serve_config
 from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.app import build
 from llm42_serve.ports import require_free_port
+from tests.chart.generate import load
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
 
@@ -46,7 +46,8 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
 
 
 def test_it_is_what_the_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CONFIG.read_text() == serve_config(), "python -m llm42.config.generate > serve_config.yaml"
+    serve_config = load("serve_config").serve_config
+    assert CONFIG.read_text() == serve_config(), "python helm/serve_config.py > serve_config.yaml"
     monkeypatch.setattr(SessionSettings.model_fields["lookahead"], "description", "Another one.")
     assert CONFIG.read_text() != serve_config(), "the control"
 

@@ -1,6 +1,6 @@
 """serve_config.yaml, from the settings tree: names and defaults of the fields, descriptions as comments.
 
-python -m llm42.config.generate > serve_config.yaml
+python helm/serve_config.py > serve_config.yaml
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD = """\
 # The configuration of the service, as Ray Serve reads it:
 #   one machine:   llm42 serve --config serve_config.yaml     (what `make run` does)
 #   a Ray cluster: serve deploy serve_config.yaml
-# Generated from the settings tree (llm42/config/): python -m llm42.config.generate > serve_config.yaml
+# Generated from the settings tree (llm42/config/): python helm/serve_config.py > serve_config.yaml
 # Everything under `args` is that tree; an unknown or wrong field stops the start with its name. The values
 # here are the defaults, except where a comment says otherwise. Beside `args`, `llm42 serve` honours host and
 # port; it refuses other options of Ray Serve by name, as they need a cluster.
