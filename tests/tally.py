@@ -1,14 +1,16 @@
 """What a run of pytest came to, as JSON for tests/tiers.py: python -m pytest -p tests.tally --tally FILE
 
 Ids of the tests that ran, that were skipped (and why) and that the marker expression left out (and their
-markers), and the seconds that each test took with its fixtures.
+markers), and the seconds that each test took with its fixtures: of time, and of this process's and its ended
+children's CPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,15 @@ class Tally:
         self.left_out: dict[str, str] = {}
         self.failed: set[str] = set()
         self.seconds: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """One test with its fixtures."""
+        before = sum(os.times()[:4])
+        told = yield
+        self.cpu[item.nodeid] = sum(os.times()[:4]) - before
+        return told
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         """Left out by -m or -k."""
@@ -71,6 +82,7 @@ class Tally:
             "skipped": self.skipped,
             "left_out": self.left_out,
             "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
+            "cpu": {name: round(s, 3) for name, s in self.cpu.items()},
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(told, indent=1))

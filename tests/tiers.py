@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ class Running:
     """A part under way; its output goes to a file."""
 
     def __init__(self, tier: str, part: Part, options: list[str]) -> None:
-        self.part, self.began, self.seconds = part, time.monotonic(), 0.0
+        self.part, self.began, self.seconds, self.cpu = part, time.monotonic(), 0.0, 0.0
         self.log, self.tally = (BUILD / f"{tier}-{part.name}.{kind}" for kind in ("log", "json"))
         self.tally.unlink(missing_ok=True)
         command = [
@@ -101,16 +102,23 @@ class Running:
             )
 
     def done(self) -> bool:
-        """Whether it has ended; notes when."""
+        """Whether it has ended; notes when, and the CPU seconds of it and of its children."""
+        before = _ended_children_cpu()
         if self.process.poll() is None:
             return False
         self.seconds = self.seconds or time.monotonic() - self.began
+        self.cpu = self.cpu or _ended_children_cpu() - before
         return True
 
     def closing(self) -> str:
         """pytest's last line."""
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else "no output"
+
+
+def _ended_children_cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run(tier: str, options: list[str]) -> int:
@@ -144,14 +152,15 @@ def run(tier: str, options: list[str]) -> int:
     (BUILD / f"{tier}.json").write_text(json.dumps(told, indent=1))
     print_times(told)
     for one in running:
-        print(f"{tier}: {one.part.name} {one.seconds:.0f} s: {one.closing()}")
+        print(f"{tier}: {one.part.name} {one.seconds:.0f} s, {one.cpu:.0f} s of CPU: {one.closing()}")
     print(summary(told), flush=True)
     return max((abs(one.process.returncode) for one in bad), default=0)
 
 
 def merged(tallies: list[Path]) -> dict[str, Any]:
     """What several runs came to together: left out is what none of them ran."""
-    told: dict[str, Any] = {"ran": [], "failed": [], "skipped": {}, "left_out": {}, "seconds": {}}
+    told: dict[str, Any] = {"ran": [], "failed": []}
+    told |= {key: {} for key in ("skipped", "left_out", "seconds", "cpu")}
     for file in tallies:
         if not file.is_file():
             continue
@@ -168,13 +177,14 @@ def merged(tallies: list[Path]) -> dict[str, Any]:
 
 
 def print_times(told: dict[str, Any]) -> None:
-    """Seconds by folder and of the slowest files."""
-    folders, files = defaultdict[str, float](float), defaultdict[str, float](float)
+    """Seconds by folder and of the slowest files, and the files that take most of the CPU."""
+    folders, files, busy = (defaultdict[str, float](float) for _ in range(3))
     for name, seconds in told["seconds"].items():
         file = name.split("::")[0]
         files[file] += seconds
         folders[str(Path(file).parent)] += seconds
-    for title, found in (("by folder", folders), ("slowest files", files)):
+        busy[file] += told["cpu"].get(name, 0.0)
+    for title, found in (("by folder", folders), ("slowest files", files), ("most CPU", busy)):
         most = sorted(found.items(), key=lambda item: -item[1])[:8]
         print(f"{title}: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in most))
 

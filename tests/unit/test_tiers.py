@@ -31,6 +31,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tiers, "SKIPS", tmp_path / "skips.txt")
     (tmp_path / "skips.txt").write_text("# nothing\n")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to import them takes most of the time
     return tmp_path
 
 
@@ -53,6 +54,8 @@ def test_what_is_left_out_is_counted_with_how_to_get_it(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "Left out: 1 slow (make test-all); 1 skipped (no such device)"
     assert "1 passed, 1 skipped, 1 deselected" in lines[-2], "pytest's closing line"
+    told = json.loads((build / "sample.json").read_text())
+    assert told["cpu"].keys() == told["seconds"].keys() == {"test_part0.py::test_right", *told["skipped"]}
 
 
 def test_one_part_that_fails_fails_the_tier(
