@@ -11,6 +11,7 @@ from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.certify.cpu import CPUCertifier
 from llm42.verifier.certify.plants_cpu import PLANTS
+from llm42.verifier.certify.rows import OperatorCase, Violation
 from llm42_kernels import cpu
 
 SETTINGS = Settings.load({"verifier": {"certificate_dir": None, "buckets": (8, 16, 64)}})
@@ -29,6 +30,21 @@ def test_it_passes(loaded: tuple[LoadedModel, Tokenizer]) -> None:
     assert certificate.buckets[-1] == 64
 
 
+class OnlyThePlanted(CPUCertifier):
+    """Without the checks of other operators, which take most of the time: a plant leaves those operators as
+    they were when test_it_passes ran their checks."""
+
+    @property
+    def planted(self) -> str:
+        return PLANTS[self.plants[0]].operator
+
+    def cases(self, operator: str, provider: str) -> list[OperatorCase]:
+        return super().cases(operator, provider) if operator == self.planted else []
+
+    def check_attention(self) -> Violation | None:
+        return super().check_attention() if self.planted == "attention" else None
+
+
 QUICK = "row-residue"
 """Caught by the first check of the first operator."""
 
@@ -38,5 +54,5 @@ QUICK = "row-residue"
 )
 def test_every_plant_is_caught(plant: str, loaded: tuple[LoadedModel, Tokenizer]) -> None:
     with pytest.raises(CertificationFailed) as caught:
-        CPUCertifier(loaded[0], SETTINGS.verifier, [plant]).run()
+        OnlyThePlanted(loaded[0], SETTINGS.verifier, [plant]).run()
     assert caught.value.operator == PLANTS[plant].operator
