@@ -16,7 +16,7 @@ from llm42_serve.launch import Service, prepare_environment
 
 prepare_environment()
 
-from tests.support import Lab, write_model  # noqa: E402
+from tests.support import Lab, load_smollm2  # noqa: E402
 
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
@@ -84,14 +84,33 @@ survive."""
 
 
 @pytest.fixture(scope="session")
-def cluster_settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    """A tiny model that can chat, with long contexts."""
-    directory = tmp_path_factory.mktemp("served")
-    path = str(write_model(directory / "tiny", chat=True, positions=4096))
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """One tiny model, certified once: for whatever needs an engine and a verifier together."""
+    return Lab.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def lab(tiny: Lab) -> Iterator[Lab]:
+    """The tiny model's lab; whatever a test starts is closed after it."""
+    yield tiny
+    tiny.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[Lab]:
+    """The real model, loaded once."""
+    lab = load_smollm2()
+    yield lab
+    lab.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_settings(tiny: Lab) -> Settings:
+    """The tiny model, with longer contexts."""
     tree = {
-        "model": {"path": path, "name": "tiny", "max_model_len": 4096},
+        "model": {"path": tiny.settings.model.path, "name": "tiny", "max_model_len": 4096},
         "engine": SERVED["engine"],
-        "verifier": {"certificate_dir": str(directory)},
+        "verifier": {"certificate_dir": tiny.settings.verifier.certificate_dir},
         "server": SERVED["server"] | {"port": free_port()},
     }
     return absolute(Settings.load(tree))
@@ -103,16 +122,3 @@ def service(cluster_settings: Settings) -> Iterator[Service]:
     with Service(cluster_settings) as running:
         running.wait_deterministic()
         yield running
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """One tiny model, certified once: for whatever needs an engine and a verifier together."""
-    return Lab.make(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture
-def lab(tiny: Lab) -> Iterator[Lab]:
-    """The tiny model's lab; whatever a test starts is closed after it."""
-    yield tiny
-    tiny.close()

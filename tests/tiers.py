@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -125,6 +126,9 @@ def run(tier: str, options: list[str]) -> int:
     """Runs a tier; the exit status."""
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / f"{tier}.json").unlink(missing_ok=True)
+    shutil.rmtree(
+        BUILD / "certificates", ignore_errors=True
+    )  # tests/support/smollm2.py: one anew for each tier
     running = [Running(tier, part, options) for part in parts_of(tier)]
     for one in running:
         print(f"{tier}: {one.part.name} is running: {one.log.relative_to(ROOT)}", flush=True)

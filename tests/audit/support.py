@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +17,6 @@ from llm42.errors import VerifierUnavailable
 from llm42.fingerprint import fingerprint
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.driver import Generator
-from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.scheduler import Verifier
 from tests.support import Lab
 
@@ -76,25 +73,12 @@ class LocalBackend:
         return Status(serving=True)
 
 
-def signing_settings(lab: Lab, directory: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    (directory / "key").write_bytes(SECRET)
-    tree, model = lab.settings.model_dump(mode="json"), directory / "model"
-    shutil.copytree(lab.settings.model.path, model)
-    named = json.loads((model / "tokenizer_config.json").read_text())
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps(named | {"chat_template": template}))
-    tree["model"]["path"] = str(model)
-    return Settings.load(tree | {"audit": {"keys": {"k1": str(directory / "key")}, "signing_key": "k1"}})
-
-
 @asynccontextmanager
 async def client(lab: Lab, settings: Settings) -> AsyncIterator[tuple[httpx.AsyncClient, LocalBackend]]:
     verifier = lab.verifier()
     verifier.fingerprint = FINGERPRINT
     backend = LocalBackend(lab.generator(lab.engine(corrupt_share=0.1), verifier.start()), verifier)
-    tokenizer = Tokenizer.load(settings.model.path)
-    transport = httpx.ASGITransport(create_app(settings, tokenizer, backend))
+    transport = httpx.ASGITransport(create_app(settings, lab.tokenizer, backend))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as http:
         yield http, backend
 

@@ -4,7 +4,6 @@ the answer, it is not confirmed."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +19,8 @@ from tests.audit.support import (
     choice,
     client,
     post,
-    signing_settings,
 )
 from tests.support import Lab
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def nudged(values: list[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,15 +28,8 @@ from tests.audit.support import (
     audit,
     client,
     post,
-    signing_settings,
 )
 from tests.support import Lab
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def flat(number: int) -> dict[str, Any]:

@@ -15,23 +15,12 @@ from typer.testing import CliRunner, Result
 import llm42.cli.main as cli
 from llm42.local.assembly import Local
 from llm42.receipt import Answered, Keyring, make_receipt, sampling_to_json
+from tests.audit.support import SECRET
 from tests.support import Lab, collect, request_of
 
 COUNT = 24
-KEYS = Keyring({"k1": b"0123456789abcdef"}, "k1")
+KEYS = Keyring({"k1": SECRET}, "k1")
 Lines = list[dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def config(tiny: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A settings file with a key, as --config reads it."""
-    folder = tmp_path_factory.mktemp("audit")
-    (folder / "key").write_bytes(b"0123456789abcdef")
-    audit = {"keys": {"k1": str(folder / "key")}}
-    (folder / "settings.yaml").write_text(
-        json.dumps(tiny.settings.model_dump(mode="json") | {"audit": audit})
-    )
-    return folder / "settings.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ one that replaying the tokens alone would not notice."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,15 +20,8 @@ from tests.audit.support import (
     choice,
     client,
     post,
-    signing_settings,
 )
 from tests.support import Lab
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def message(record: Exchange) -> dict[str, Any]:

@@ -20,19 +20,13 @@ from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
 from llm42.receipt import Signature
-from tests.audit.support import ASK, FINGERPRINT, SECRET, audit, client, post, signing_settings
+from tests.audit.support import ASK, FINGERPRINT, audit, client, post
 from tests.support import Lab
 
 FLAT: dict[str, Any] = {"fingerprint": FINGERPRINT, "prompt": [5], "output": [7], "sampling": {"seed": "1"}}
 LONE = "\ud800"
 HUGE = float("inf")
 """What 1e999 becomes when it is read."""
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -129,15 +123,6 @@ async def test_a_bug_that_one_record_meets_is_that_records_finding(
     assert [r["verdict"] for r in found] == ["confirmed", "failed", "failed", "failed", "confirmed"]
     assert all("ZeroDivisionError" in r["reason"] for r in found[1:4])
     assert sum(r.exc_info is not None for r in caplog.records) == 3, "a bug is in the log with its cause"
-
-
-@pytest.fixture
-def config(lab: Lab, tmp_path: Path) -> Path:
-    """A settings file as --config reads it."""
-    (tmp_path / "key").write_bytes(SECRET)
-    path = tmp_path / "settings.yaml"
-    path.write_text(json.dumps(lab.settings.model_dump(mode="json")))
-    return path
 
 
 @pytest.mark.parametrize("name", HOSTILE)

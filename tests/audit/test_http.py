@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,15 +23,8 @@ from tests.audit.support import (
     audit,
     client,
     post,
-    signing_settings,
 )
 from tests.support import Lab
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 async def events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[Any, list[Any]]:

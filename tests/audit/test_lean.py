@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, load
 from llm42.audit.remote import without_alternatives
+from llm42.config import Settings
 from llm42.errors import RequestRejected
-from tests.audit.support import ASK, CHAT, audit, client, post, signing_settings
+from tests.audit.support import ASK, CHAT, audit, client, post
 from tests.support import Lab
 
 ENTRY: dict[str, Any] = {"token": "ab", "logprob": -1.5, "bytes": [97, 98]}
@@ -36,8 +36,8 @@ def test_what_is_no_answer_is_left_as_it_is(odd: dict[str, Any]) -> None:
     assert without_alternatives(odd) == odd
 
 
-async def test_the_verdict_stays_and_a_change_is_found(lab: Lab, tmp_path: Path) -> None:
-    async with client(lab, signing_settings(lab, tmp_path)) as (http, _):
+async def test_the_verdict_stays_and_a_change_is_found(lab: Lab, settings: Settings) -> None:
+    async with client(lab, settings) as (http, _):
         records = []
         for path, body in (
             ("/v1/completions", ASK | {"return_token_ids": True, "logprobs": 2}),

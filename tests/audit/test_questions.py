@@ -4,7 +4,6 @@ can have been asked."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,8 @@ from llm42.audit.question import RANGES, require_ranges
 from llm42.config import Settings
 from llm42.errors import RequestRejected
 from llm42.protocol import SamplingParams
-from tests.audit.support import ASK, FINGERPRINT, audit, client, post, signing_settings
+from tests.audit.support import ASK, FINGERPRINT, audit, client, post
 from tests.support import Lab
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def with_default_seed(settings: Settings, seed: int) -> Settings:

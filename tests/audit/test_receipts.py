@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llm42.config import Settings
-from tests.audit.support import ASK, CHAT, Exchange, audit, changed, choice, client, post, signing_settings
+from tests.audit.support import ASK, CHAT, Exchange, audit, changed, choice, client, post
 from tests.support import Lab
 
 Outcome = tuple[str, str]
-
-
-@pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    """The lab's, with a key and a chat template."""
-    return signing_settings(lab, tmp_path)
 
 
 def outcomes(found: list[dict[str, Any]]) -> list[Outcome]:

@@ -23,7 +23,7 @@ from llm42_serve.app import build
 from llm42_serve.launch import Service
 from llm42_serve.replica.supervisor_link import get_or_create_supervisor
 from llm42_serve.verifiers.names import get_actor, verifier_names
-from tests.support import Lab, prompt_of
+from tests.support import prompt_of
 
 TOKENS = 96
 
@@ -197,10 +197,3 @@ def best_effort(number: int, tokens: int = TOKENS) -> Request:
     """Noise: a request that is not verified."""
     sampling = SamplingParams(temperature=0.7, seed=number)
     return Request(f"b{number}", prompt_of(100 + number, 5 + number % 90), tokens, sampling)
-
-
-def oracle(lab: Lab, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """What a deterministic stream must have brought."""
-    plain = Request("o", request.prompt, request.max_tokens, request.sampling, True, num_logprobs=0)
-    answer = lab.oracle(plain)
-    return answer.tokens, tuple(p.logprob for p in answer.logprobs)

@@ -19,7 +19,7 @@ from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor, supervisor_name
 from llm42_serve.verifiers.supervisor import Membership
 from tests.chaos.conftest import application
-from tests.chaos.support import App, deterministic, oracle
+from tests.chaos.support import App, deterministic
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -66,7 +66,7 @@ async def check_streams(app: App, lab: Lab) -> None:
     """Every stream ends with the oracle's tokens, bit for bit."""
     requests = [deterministic(i) for i in range(STREAMS)]
     got = await asyncio.gather(*(app.stream(r) for r in requests))
-    assert [(o.tokens, o.logprobs, o.error) for o in got] == [(*oracle(lab, r), "") for r in requests]
+    assert [(o.tokens, o.logprobs, o.error) for o in got] == [(*lab.oracle(r).sent, "") for r in requests]
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ from llm42.protocol import Request
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor, supervisor_name
 from tests.chaos.conftest import application
-from tests.chaos.support import App, Outcome, best_effort, deterministic, kill, oracle
+from tests.chaos.support import App, Outcome, best_effort, deterministic, kill
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -74,7 +74,7 @@ def wrong(lab: Lab, found: list[tuple[Request, Outcome]], cut_allowed: bool) -> 
     """Deterministic streams that are not the oracle's, bit for bit, to the end."""
     problems = []
     for request, got in found:
-        tokens, logprobs = oracle(lab, request)
+        tokens, logprobs = lab.oracle(request).sent
         # before the head an error status, later an error event: Serve's proxy says what its replica cannot
         if cut_allowed and (got.cut or got.error or got.status >= 500):
             if got.tokens != tokens[: len(got.tokens)]:

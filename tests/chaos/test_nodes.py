@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.support import deterministic, oracle
+from tests.chaos.support import deterministic
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -31,7 +31,7 @@ def test_roles_are_placed_by_resources_and_survive_the_loss_of_a_node(lab: Lab) 
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert "verify" in found["nodes"][found["verifier"]]
     assert all("fast" in found["nodes"][node] for node in found["replicas"])
-    want = [oracle(lab, deterministic(i, 24)) for i in range(4)]
+    want = [lab.oracle(deterministic(i, 24)).sent for i in range(4)]
     for answers in (found["before"], found["after"], found["afterwards"]):
         assert [(tuple(t), tuple(p)) for t, p, _ in answers] == want
         assert {finish for *_, finish in answers} == {"length"}

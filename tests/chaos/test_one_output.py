@@ -23,7 +23,7 @@ from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
 from tests.chaos.conftest import application
-from tests.chaos.support import App, Outcome, best_effort, deterministic, oracle
+from tests.chaos.support import App, Outcome, best_effort, deterministic
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -52,7 +52,7 @@ async def test_cold_starts_numbers_of_verifiers_and_caches(
     """Three cold starts, with 1, 3 and 1 verifiers, the last one without a kept certificate; in each, the
     same six requests cold, warm, and together on two replicas."""
     requests = [deterministic(i) for i in range(6)]
-    want = [oracle(lab, r) for r in requests]
+    want = [lab.oracle(r).sent for r in requests]
     fingerprints = set()
     for start, verifiers in enumerate((1, 3, 1)):
         changed = with_server(tree, verifiers=verifiers, ingress_replicas=1)
@@ -124,7 +124,7 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
             await handle.status.remote()
         requests = [deterministic(i, 32) for i in range(8)]
         got = await asyncio.gather(*(app.stream(r) for r in requests))
-        assert [(o.tokens, o.logprobs) for o in got] == [oracle(lab, r) for r in requests]
+        assert [(o.tokens, o.logprobs) for o in got] == [lab.oracle(r).sent for r in requests]
         assert (await supervisor.membership.remote()).condemned == 1, "nobody else was condemned"
 
 
@@ -194,7 +194,7 @@ async def test_overload_is_refused_and_over_quickly(small: App, lab: Lab) -> Non
     for request, got in admitted:
         assert (got.error, got.cut, got.finish) == ("", False, "length")
         if request.deterministic:
-            assert (got.tokens, got.logprobs) == oracle(lab, request)
+            assert (got.tokens, got.logprobs) == lab.oracle(request).sent
     assert grown < 200 * LOAD_S / 60
     assert recovered < 5.0
 
@@ -228,4 +228,4 @@ async def test_scaling_and_a_redeploy_lose_no_request(small: App, lab: Lab, tree
     for request, got in ended:
         assert (got.status, got.error, got.cut, got.finish) == (200, "", False, "length"), got
         if request.deterministic:
-            assert (got.tokens, got.logprobs) == oracle(lab, request)
+            assert (got.tokens, got.logprobs) == lab.oracle(request).sent

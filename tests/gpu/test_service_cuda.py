@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import pytest
 ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 
-from llm42.checkpoint.load import sampled_identity  # noqa: E402
+from llm42.checkpoint.load import load_for, sampled_identity  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.config.serve_file import absolute  # noqa: E402
-from llm42.protocol import SamplingParams  # noqa: E402
+from llm42.protocol import Request, SamplingParams  # noqa: E402
 from llm42.verifier.build import build_verifier  # noqa: E402
-from llm42.verifier.scheduler import Verifier  # noqa: E402
 from llm42_serve.launch import Service  # noqa: E402
 from llm42_serve.verifiers.names import NAMESPACE, verifier_names  # noqa: E402
 from tests.conftest import free_port  # noqa: E402
-from tests.service.oracle import Answer, ask, decode_alone, noise  # noqa: E402
+from tests.service.traffic import Answer, ask, noise  # noqa: E402
+from tests.support import decode_alone  # noqa: E402
 
 TOKENS, COPIES = 96, 32
 PROMPT = [1, 4093, 198, 23007, 260, 3025, 563, 260, 2644, 338, 6032, 260, 4030, 30, 2, 198]
@@ -54,11 +54,17 @@ def service(settings: Settings) -> Iterator[Service]:
 
 
 @pytest.fixture(scope="module")
-def oracle(settings: Settings, service: Service) -> Iterator[Verifier]:
-    verifier = build_verifier(settings).start()
+def oracle(settings: Settings, service: Service) -> Callable[[SamplingParams], Any]:
+    """What must come: the verifier decoding alone, in this process."""
+    model, tokenizer = load_for(settings)
+    verifier = build_verifier(settings, model, tokenizer)
     assert verifier.fingerprint == service.health()["fingerprint"], "another process, another fingerprint"
-    yield verifier
-    verifier.close()
+
+    def decode(sampling: SamplingParams) -> Any:
+        request = Request("oracle", tuple(PROMPT), TOKENS, sampling, True, num_logprobs=0)
+        return decode_alone(verifier, tokenizer, request).sent
+
+    return decode
 
 
 async def _copies(service: Service, settings: Settings, kill: bool, **body: Any) -> tuple[set[Answer], int]:
@@ -77,10 +83,10 @@ async def _copies(service: Service, settings: Settings, kill: bool, **body: Any)
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_copies_under_noise_are_the_oracles(
-    service: Service, settings: Settings, oracle: Verifier, temperature: float
+    service: Service, settings: Settings, oracle: Callable[[SamplingParams], Any], temperature: float
 ) -> None:
     sampling = SamplingParams(temperature=temperature, seed=7)
-    expected = decode_alone(oracle, PROMPT, sampling, TOKENS)
+    expected = oracle(sampling)
     body = {"temperature": temperature, "seed": 7}
     distinct, rollbacks = asyncio.run(_copies(service, settings, False, deterministic=True, **body))
     print(f"temperature {temperature}: {rollbacks} rollbacks in {COPIES * TOKENS} tokens")
@@ -89,9 +95,9 @@ def test_copies_under_noise_are_the_oracles(
 
 
 def test_a_verifier_killed_under_load_changes_nothing(
-    service: Service, settings: Settings, oracle: Verifier
+    service: Service, settings: Settings, oracle: Callable[[SamplingParams], Any]
 ) -> None:
-    expected = decode_alone(oracle, PROMPT, SamplingParams(), TOKENS)
+    expected = oracle(SamplingParams())
     distinct, _ = asyncio.run(_copies(service, settings, True, deterministic=True, temperature=0.0))
     assert distinct == {expected}
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from llm42.engine.base import EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
-from tests.support import Lab, request_of, torch_threads
+from llm42.host.threads import torch_threads
+from tests.support import Lab, request_of
 
 ROUNDS = 120
 

@@ -14,6 +14,7 @@ import pytest
 
 from llm42.engine.base import Engine, EngineOutput
 from llm42.errors import VerificationFailed, VerifierUnavailable
+from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.sampling import Sampled
@@ -30,7 +31,6 @@ from tests.support import (
     collect,
     differences,
     request_of,
-    torch_threads,
     wait_until,
     window_of,
 )

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from llm42 import fingerprint as fp
+from llm42.host.threads import torch_threads
 from llm42.protocol import Commit
 from llm42.verifier.build import build_verifier
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.known_answers import golden_answers, golden_answers_now
 from llm42.verifier.scheduler import Verifier
-from tests.support import Lab, answer_of, request_of, torch_threads, window_of
+from tests.support import Lab, answer_of, request_of, window_of
 
 
 def off_by_one_ulp(verifier: Verifier) -> None:

@@ -20,7 +20,7 @@ from llm42.cache import KVCache
 from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.errors import Overloaded
-from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
+from llm42.protocol import Commit, Failure, Request, Window
 from llm42.sampling import Sampled
 from llm42.session import driver
 from llm42.session.driver import Generator
@@ -29,6 +29,7 @@ from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
 from tests.support import (
+    GREEDY,
     PENALISED,
     SAMPLED,
     Answer,
@@ -43,7 +44,6 @@ from tests.support import (
     window_of,
 )
 
-GREEDY = SamplingParams()
 KINDS = (GREEDY, SAMPLED, PENALISED)
 
 
@@ -61,11 +61,6 @@ def serve(generator: Generator, requests: Sequence[Request], spread: float = 0.0
         return list(await asyncio.gather(*(after(spread * rng.random(), generator, r) for r in requests)))
 
     return asyncio.run(together())
-
-
-def wrong(lab: Lab, answers: Sequence[Answer], requests: Sequence[Request]) -> list[str]:
-    """Every difference to the oracle."""
-    return [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))]
 
 
 def all_free(engine: Engine, verifier: Verifier) -> bool:
@@ -136,7 +131,7 @@ def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch
         return results, await freed(engine, verifier)
 
     answers, free = asyncio.run(everyone())
-    assert wrong(lab, answers[: len(requests)], requests) == []
+    assert lab.wrong(answers[: len(requests)], requests) == []
     assert free
     verifier._pool.check()
     check_blocks(engine)
@@ -191,7 +186,7 @@ def test_control_a_verifier_whose_rows_depend_on_the_load_is_noticed(
     generator = lab.generator(lab.engine(), verifier.start())
     alone = [replace(r, request_id=f"{r.request_id}-alone") for r in requests[:4]]
     answers = [serve(generator, [r])[0] for r in alone] + serve(generator, requests, 0.2)
-    assert (wrong(lab, answers, [*alone, *requests]) == []) == (plant is None)
+    assert (lab.wrong(answers, [*alone, *requests]) == []) == (plant is None)
 
 
 def test_requests_with_a_common_prompt_share_its_blocks(lab: Lab) -> None:
@@ -202,7 +197,7 @@ def test_requests_with_a_common_prompt_share_its_blocks(lab: Lab) -> None:
     first = serve(generator, requests[:1])
     before = verifier.stats().cached_rows, engine._pool.hits
     answers = first + serve(generator, requests[1:])
-    assert wrong(lab, answers, requests) == []
+    assert lab.wrong(answers, requests) == []
     assert verifier.stats().cached_rows - before[0] >= 5 * 96
     assert engine._pool.hits - before[1] >= 5 * 96 // 16
 
@@ -220,7 +215,7 @@ def test_control_a_cache_that_ignores_what_came_before_a_block_is_noticed(
         prompts = ((*a, *c, 9), (*b, *d, 9), (*b, *c, 9))
         requests = [replace(request_of(f"abc{i}", 1), prompt=p) for i, p in enumerate(prompts)]
         generator = lab.generator(lab.engine(), lab.verifier().start())
-        return wrong(lab, [serve(generator, [r])[0] for r in requests], requests)
+        return lab.wrong([serve(generator, [r])[0] for r in requests], requests)
 
     assert answers() == []
     monkeypatch.setattr(cache, "block_key", shallow)
@@ -250,7 +245,7 @@ def test_control_another_first_token_finds_nothing(lab: Lab) -> None:
     serve(generator, [request])
     hits = verifier.stats().cache_hits
     other = replace(request, request_id="two", prompt=(request.prompt[0] ^ 1, *request.prompt[1:]))
-    assert wrong(lab, serve(generator, [other]), [other]) == []
+    assert lab.wrong(serve(generator, [other]), [other]) == []
     assert verifier.stats().cache_hits == hits
 
 
@@ -262,7 +257,7 @@ def test_demand_of_three_times_the_memory(lab: Lab, engine_short: bool, verifier
     short, ample = sum(len(r.prompt) + r.max_tokens for r in requests) // 3, 8192
     verifier = lab.verifier(short if verifier_short else ample).start()
     engine = lab.engine(kv_tokens=short if engine_short else ample)
-    assert wrong(lab, serve(lab.generator(engine, verifier), requests), requests) == []
+    assert lab.wrong(serve(lab.generator(engine, verifier), requests), requests) == []
     assert (verifier.stats().evictions > 0) == verifier_short
     assert (engine.load().preemptions > 0) == engine_short
 
@@ -287,7 +282,7 @@ def test_an_overloaded_verifier_is_asked_again(lab: Lab) -> None:
     verifier._max_waiting = 1
     requests = [request_of(f"o{i}", i % 3, max_tokens=16) for i in range(5)]
     answers = serve(lab.generator(lab.engine(), verifier, verify_attempts=9), requests)
-    assert wrong(lab, answers, requests) == []
+    assert lab.wrong(answers, requests) == []
     assert sum(a.stats.verify_retries for a in answers) > 0
     verifier._max_waiting = 0
     with pytest.raises(Overloaded):

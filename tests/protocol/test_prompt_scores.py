@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from llm42.host.threads import torch_threads
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, TokenLogprob, Window
 from llm42.session.prompt_scores import scoring_windows
 from llm42.verifier.scheduler import Verifier
-from tests.support import SAMPLED, Lab, answer_of, both_engines, differences, request_of, torch_threads
+from tests.support import SAMPLED, Lab, answer_of, both_engines, differences, request_of
 from tests.support import Answer as Output
 
 

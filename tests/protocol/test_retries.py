@@ -97,7 +97,7 @@ def test_lost_late_and_failed_calls_change_nothing(lab: Lab, seed: int) -> None:
         return answers, await idle(generator, verifier)
 
     answers, free = asyncio.run(scene())
-    assert [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))] == []
+    assert lab.wrong(answers, requests) == []
     assert client.lost > 5
     retries = sum(a.stats.verify_retries for a in answers)
     assert retries >= client.lost  # on a busy machine a good answer may come too late as well

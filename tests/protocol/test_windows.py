@@ -3,46 +3,28 @@ with the mechanism broken, the same comparison fails."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from llm42.errors import RequestRejected
-from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
-from llm42.session.driver import Generator
+from llm42.host.threads import torch_threads
+from llm42.protocol import Commit, Failure, SamplingParams, Window
 from tests.support import (
     END,
+    GREEDY,
     PENALISED,
     SAMPLED,
-    Answer,
+    AcceptsEverything,
     Lab,
     Wrapped,
     answer_of,
     both_engines,
-    collect,
-    differences,
     request_of,
-    torch_threads,
+    together,
     window_of,
 )
-
-GREEDY = SamplingParams()
-
-
-def run(generator: Generator, requests: Sequence[Request]) -> list[Answer]:
-    """All requests at once."""
-
-    async def together() -> list[Answer]:
-        return list(await asyncio.gather(*(collect(generator, r) for r in requests)))
-
-    return asyncio.run(together())
-
-
-def wrong(lab: Lab, answers: Sequence[Answer], requests: Sequence[Request]) -> list[str]:
-    """Every difference to the oracle."""
-    return [d for a, r in zip(answers, requests, strict=True) for d in differences(a, lab.oracle(r))]
 
 
 def fixed(length: int) -> dict[str, int]:
@@ -56,7 +38,7 @@ def test_window_lengths(lab: Lab, length: int) -> None:
         request_of(f"w{length}-{i}", i, max_tokens=40, sampling=s) for i, s in enumerate((GREEDY, SAMPLED))
     ]
     generator = lab.generator(lab.engine(corrupt_share=0.05), lab.verifier().start(), **fixed(length))
-    assert wrong(lab, run(generator, requests), requests) == []
+    assert lab.wrong(together(generator, requests), requests) == []
 
 
 @both_engines
@@ -66,24 +48,11 @@ def test_corrupt_candidates(lab: Lab, share: float) -> None:
         request_of(f"c{share}-{i}", i, sampling=s) for i, s in enumerate((GREEDY, SAMPLED, PENALISED) * 2)
     ]
     generator = lab.generator(lab.engine(corrupt_share=share), lab.verifier().start())
-    answers = run(generator, requests)
-    assert wrong(lab, answers, requests) == []
+    answers = together(generator, requests)
+    assert lab.wrong(answers, requests) == []
     assert sum(a.stats.rollbacks for a in answers) > 0
     if share == 1.0:
         assert all(a.stats.rollbacks == a.stats.windows for a in answers)
-
-
-class AcceptsEverything(Wrapped):
-    """Lets every candidate through."""
-
-    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        made = []
-        for window, commit in zip(windows, await super().verify(windows), strict=True):
-            assert isinstance(commit, Commit)
-            count = len(window.candidates)
-            lps = (commit.logprobs * (count + 1))[: count + 1]
-            made.append(replace(commit, accepted=count, logprobs=lps))
-        return list(made)
 
 
 class WrongBorder(Wrapped):
@@ -97,14 +66,14 @@ class WrongBorder(Wrapped):
 def test_control_accepting_everything_is_noticed(lab: Lab) -> None:
     requests = [request_of(f"ae{i}", i) for i in range(3)]
     client = AcceptsEverything(lab.verifier().start())
-    assert wrong(lab, run(lab.generator(lab.engine(corrupt_share=0.3), client), requests), requests)
+    assert lab.wrong(together(lab.generator(lab.engine(corrupt_share=0.3), client), requests), requests)
 
 
 @both_engines
 def test_control_a_lost_prompt_border_is_noticed(lab: Lab) -> None:
     requests = [request_of(f"pb{i}", i, sampling=PENALISED) for i in range(3)]
     client = WrongBorder(lab.verifier().start())
-    assert wrong(lab, run(lab.generator(lab.engine(), client), requests), requests)
+    assert lab.wrong(together(lab.generator(lab.engine(), client), requests), requests)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 64])
@@ -112,7 +81,7 @@ def test_control_a_lost_prompt_border_is_noticed(lab: Lab) -> None:
 def test_ragged_prefill_and_step_sizes(lab: Lab, chunk: int, buckets: tuple[int, ...]) -> None:
     requests = [request_of(f"r{chunk}-{n}", n, length=n, max_tokens=20) for n in (1, 15, 16, 17, 90)]
     generator = lab.generator(lab.engine(prefill_chunk=chunk), lab.verifier(buckets=buckets).start())
-    assert wrong(lab, run(generator, requests), requests) == []
+    assert lab.wrong(together(generator, requests), requests) == []
 
 
 @pytest.mark.parametrize("plant", ["row-position", "attention-split", "one-ulp"])
@@ -122,7 +91,7 @@ def test_control_a_verifier_that_is_not_row_invariant_is_noticed(lab: Lab, plant
 
     def noticed(attempt: int) -> bool:
         requests = [request_of(f"p{attempt}-{i}", 10 * attempt + i, max_tokens=32) for i in range(8)]
-        return bool(wrong(lab, run(generator, requests), requests))
+        return bool(lab.wrong(together(generator, requests), requests))
 
     assert any(noticed(attempt) for attempt in range(8))
 
@@ -132,10 +101,10 @@ def test_warm_and_cold_caches_agree_and_are_hit(lab: Lab) -> None:
     request = request_of("cold", 3, length=70)
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(), verifier)
-    first = run(generator, [request])
+    first = together(generator, [request])
     before = verifier.stats().cache_hits
     again = [replace(request, request_id=f"warm-{i}") for i in range(3)]
-    assert wrong(lab, first + run(generator, again), [request, *again]) == []
+    assert lab.wrong(first + together(generator, again), [request, *again]) == []
     assert verifier.stats().cache_hits > before
 
 
@@ -144,11 +113,11 @@ def test_generated_text_is_reused_in_the_next_turn(lab: Lab) -> None:
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(), verifier)
     request = request_of("turn-1", 4, length=30, max_tokens=60)
-    (first,) = run(generator, [request])
+    (first,) = together(generator, [request])
     follow = replace(request_of("turn-2", 5), prompt=(*request.prompt, *first.tokens, 77, 78, 79))
     hits = verifier.stats().cache_hits
-    answers = run(generator, [follow])
-    assert wrong(lab, answers, [follow]) == []
+    answers = together(generator, [follow])
+    assert lab.wrong(answers, [follow]) == []
     # more than the first prompt's blocks: generated ones were found too
     assert verifier.stats().cache_hits - hits > len(request.prompt) // 16
 
@@ -158,7 +127,7 @@ def test_generated_text_is_reused_in_the_next_turn(lab: Lab) -> None:
 def test_dirty_memory_is_never_seen(lab: Lab, dirt: float) -> None:
     requests = [request_of(f"d{i}", i, length=5 + 13 * i) for i in range(4)]
     generator = lab.generator(lab.engine(), lab.verifier(dirt=dirt).start())
-    assert wrong(lab, run(generator, requests), requests) == []
+    assert lab.wrong(together(generator, requests), requests) == []
 
 
 def test_control_reading_a_dirty_tail_is_noticed(lab: Lab) -> None:
@@ -173,7 +142,7 @@ def test_demand_of_three_times_the_cache(lab: Lab) -> None:
     requests = [request_of(f"kv{i}", i, length=60, max_tokens=70) for i in range(12)]
     demand = sum(len(r.prompt) + r.max_tokens for r in requests)
     verifier, engine = lab.verifier(kv_tokens=demand // 3).start(), lab.engine(kv_tokens=demand // 3)
-    assert wrong(lab, run(lab.generator(engine, verifier), requests), requests) == []
+    assert lab.wrong(together(lab.generator(engine, verifier), requests), requests) == []
     assert verifier.stats().evictions > 0
     assert engine.load().preemptions > 0
 
@@ -181,7 +150,7 @@ def test_demand_of_three_times_the_cache(lab: Lab) -> None:
 def test_a_request_larger_than_the_cache_is_refused(lab: Lab) -> None:
     request = request_of("huge", 1, length=200, max_tokens=100)
     with pytest.raises(RequestRejected) as caught:
-        run(lab.generator(lab.engine(kv_tokens=128), lab.verifier().start()), [request])
+        together(lab.generator(lab.engine(kv_tokens=128), lab.verifier().start()), [request])
     assert caught.value.code == "context_length_exceeded"
     failure = answer_of(lab.verifier(kv_tokens=128), window_of(request, []))
     assert isinstance(failure, Failure)
@@ -193,8 +162,8 @@ def test_a_request_larger_than_the_cache_is_refused(lab: Lab) -> None:
 def test_max_tokens_at_and_beside_window_borders(lab: Lab, end: int) -> None:
     request = request_of(f"mt{end}", 6, max_tokens=end)
     generator = lab.generator(lab.engine(), lab.verifier().start(), **fixed(7))
-    answers = run(generator, [request])
-    assert wrong(lab, answers, [request]) == []
+    answers = together(generator, [request])
+    assert lab.wrong(answers, [request]) == []
     assert len(answers[0].tokens) == end
 
 
@@ -205,7 +174,7 @@ def test_end_of_text_at_and_beside_window_borders(lab: Lab, at: int, share: floa
     free = lab.oracle(request_of("free", 7, max_tokens=24))
     request = request_of(f"eot{at}", 7, max_tokens=24, stop_token_ids=(END, free.tokens[at]))
     generator = lab.generator(lab.engine(corrupt_share=share), lab.verifier().start(), **fixed(7))
-    assert wrong(lab, run(generator, [request]), [request]) == []
+    assert lab.wrong(together(generator, [request]), [request]) == []
 
 
 @both_engines
@@ -216,16 +185,16 @@ def test_stop_strings_across_window_borders(lab: Lab, begin: int, include: bool)
     stop = free.text[begin : begin + 5]
     request = request_of(f"ss{begin}", 8, max_tokens=30, stop=(stop, "never appears"), include_stop=include)
     generator = lab.generator(lab.engine(), lab.verifier().start(), **fixed(4))
-    answers = run(generator, [request])
-    assert wrong(lab, answers, [request]) == []
+    answers = together(generator, [request])
+    assert lab.wrong(answers, [request]) == []
     assert (stop in answers[0].text) == include
 
 
 def test_penalties_survive_rollbacks_and_cause_none(lab: Lab) -> None:
     def rollbacks(sampling: SamplingParams, share: float) -> tuple[int, int]:
         requests = [request_of(f"pn{share}-{i}", i, max_tokens=60, sampling=sampling) for i in range(4)]
-        answers = run(lab.generator(lab.engine(corrupt_share=share), lab.verifier().start()), requests)
-        assert wrong(lab, answers, requests) == []
+        answers = together(lab.generator(lab.engine(corrupt_share=share), lab.verifier().start()), requests)
+        assert lab.wrong(answers, requests) == []
         return sum(a.stats.rollbacks for a in answers), sum(len(a.tokens) for a in answers)
 
     plain, _ = rollbacks(

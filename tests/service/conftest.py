@@ -15,6 +15,7 @@ from llm42.text.tokenizer import Tokenizer
 from llm42_serve.launch import Service
 from tests.conftest import SERVED
 from tests.service.served import Application
+from tests.support import Lab
 
 WAIT_S = 900.0
 """How long a test's client waits: a slow machine is no failure."""
@@ -27,8 +28,18 @@ def service(request: pytest.FixtureRequest, service: Service) -> Iterator[Servic
     if request.param == "tiny":
         yield service
         return
-    with Application(service, "smollm2", absolute(Settings.load(SERVED))) as real:
-        yield real
+    lab: Lab = request.getfixturevalue("smollm2")
+    real = SERVED | {"verifier": {"certificate_dir": lab.settings.verifier.certificate_dir}}
+    with Application(service, "smollm2", absolute(Settings.load(real))) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def served(request: pytest.FixtureRequest, service: Service) -> Lab:
+    """The served model in this process: what its answers are compared with."""
+    if service.settings.model.name != "tiny":
+        return request.getfixturevalue("smollm2")  # type: ignore[no-any-return]
+    return Lab.load(service.settings)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ import pytest
 
 from llm42.config import Settings
 from llm42_serve.launch import Service
+from tests.service.served import on_the_tiny_model_only
 
-pytestmark = pytest.mark.service
+pytestmark = [pytest.mark.service, on_the_tiny_model_only]
 
 
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

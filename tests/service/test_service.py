@@ -17,15 +17,15 @@ import ray
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.config.serve_file import APP_NAME
-from llm42.protocol import SamplingParams
-from llm42.text.tokenizer import Tokenizer
+from llm42.protocol import Request, SamplingParams
 from llm42.verifier.build import build_verifier
-from llm42.verifier.scheduler import Verifier
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, verifier_names
 from tests.service.conftest import WAIT_S
-from tests.service.oracle import Answer, ask, decode_alone, noise
+from tests.service.served import on_the_tiny_model_only
+from tests.service.traffic import Answer, ask, noise
+from tests.support import Lab
 
 pytestmark = pytest.mark.service
 TOKENS = 48
@@ -38,18 +38,20 @@ def verifier_name(settings: Settings) -> str:
 
 
 @pytest.fixture(scope="module")
-def oracle(settings: Settings, service: Service) -> Any:
-    """A verifier in this process, with the certificate that the service has just made."""
-    verifier: Verifier = build_verifier(settings).start()
-    assert verifier.fingerprint == service.health()["fingerprint"], "another process, another fingerprint"
-    yield verifier
-    verifier.close()
+def prompt(served: Lab) -> list[int]:
+    return served.tokenizer.encode(served.tokenizer.apply_chat_template(MESSAGES))
 
 
-@pytest.fixture(scope="module")
-def prompt(settings: Settings) -> list[int]:
-    tokenizer = Tokenizer.load(settings.model.path)
-    return tokenizer.encode(tokenizer.apply_chat_template(MESSAGES))
+def oracle(served: Lab, prompt: list[int], sampling: SamplingParams, tokens: int = TOKENS) -> Answer:
+    """What a deterministic request must be answered with."""
+    request = Request("oracle", tuple(prompt), tokens, sampling, True, num_logprobs=0)
+    return Answer(*served.oracle(request).sent)
+
+
+def test_another_process_has_the_same_fingerprint(served: Lab, service: Service) -> None:
+    """With the service's settings, and a certificate of the same inputs."""
+    parts = served.model, served.tokenizer, served.certificate
+    assert build_verifier(service.settings, *parts).fingerprint == service.health()["fingerprint"]
 
 
 def test_the_openai_client_gets_what_it_expects(client: openai.OpenAI, settings: Settings) -> None:
@@ -90,7 +92,7 @@ async def copies(
 )
 async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     aclient: openai.AsyncOpenAI,
-    oracle: Verifier,
+    served: Lab,
     prompt: list[int],
     settings: Settings,
     service: Service,
@@ -101,8 +103,7 @@ async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     distinct, rollbacks = await copies(
         aclient, settings.model.name, prompt, 16, deterministic=True, **sampling
     )
-    expected = decode_alone(oracle, prompt, SamplingParams(temperature=temperature, seed=7), TOKENS)
-    assert distinct == {expected}
+    assert distinct == {oracle(served, prompt, SamplingParams(temperature=temperature, seed=7))}
     assert rollbacks > 0, "the planted wrong candidates were not met"
     served = {s["replica"]: s["served"] for s in [service.health() for _ in range(40)]}
     assert len(served) == 2
@@ -146,6 +147,7 @@ def test_a_joined_stream_is_the_whole_text(client: openai.OpenAI, settings: Sett
     assert len(parts) > 1
 
 
+@on_the_tiny_model_only
 def test_errors_reach_the_openai_client_by_type(
     client: openai.OpenAI, settings: Settings, service: Service
 ) -> None:
@@ -174,6 +176,7 @@ def engine_busy(service: Service, samples: int = 12) -> int:
     return max(s["running"] + s["waiting"] for s in states)
 
 
+@on_the_tiny_model_only
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_clients_that_leave_free_the_engines(
@@ -208,7 +211,7 @@ async def test_clients_that_leave_free_the_engines(
 
 
 async def test_a_verifier_killed_mid_stream_changes_nothing(
-    aclient: openai.AsyncOpenAI, oracle: Verifier, prompt: list[int], settings: Settings, service: Service
+    aclient: openai.AsyncOpenAI, served: Lab, prompt: list[int], settings: Settings, service: Service
 ) -> None:
     """The stream waits for the next verifier and goes on; best-effort requests do not notice."""
     model = settings.model.name
@@ -230,12 +233,13 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
             ray.kill(ray.get_actor(verifier_name(settings), namespace=NAMESPACE), no_restart=True)
             await asyncio.wait_for(ask(aclient, model, prompt, 4), 10)
     assert len(tokens) == long
-    expected = decode_alone(oracle, prompt, SamplingParams(**sampling), long)
+    expected = oracle(served, prompt, SamplingParams(**sampling), long)
     assert Answer(tuple(tokens), tuple(logprobs)) == expected
     again, _ = await ask(aclient, model, prompt, 8, deterministic=True, **sampling)
     assert again.tokens == expected.tokens[:8]
 
 
+@on_the_tiny_model_only
 def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, settings: Settings) -> None:
     """The series are on the node's metrics endpoint, labelled by replica, with what has happened."""
     body: Any = {"deterministic": True, "ignore_eos": True}
@@ -257,6 +261,7 @@ def test_metrics_leave_through_ray(service: Service, client: openai.OpenAI, sett
         assert all('replica="' in x for x in series)
 
 
+@on_the_tiny_model_only
 def test_a_verifier_nobody_asks_ends_itself(service: Service, settings: Settings) -> None:
     """Two actors with a lease of four seconds: the one that is asked for its state lives on."""
     tree = settings.model_dump(mode="json")
@@ -273,6 +278,7 @@ def test_a_verifier_nobody_asks_ends_itself(service: Service, settings: Settings
     ray.kill(asked)
 
 
+@on_the_tiny_model_only
 async def test_beyond_the_bound_requests_are_refused(service: Service, settings: Settings) -> None:
     """429 with Retry-After once as many as may wait are waiting in both replicas; the admitted are served."""
     body = {
@@ -339,6 +345,7 @@ class AcceptsEverything:
         return None
 
 
+@on_the_tiny_model_only
 async def test_without_a_real_verifier_the_checks_above_fail(
     service: Service, settings: Settings, prompt: list[int]
 ) -> None:

@@ -4,6 +4,7 @@ the pool, and by one in another process."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from llm42.config import Settings
 from llm42.fingerprint import fingerprint
 from llm42.receipt import Receipt
 from llm42_serve.launch import Service
+from tests.service.conftest import WAIT_S
+from tests.service.served import on_the_tiny_model_only
 
 pytestmark = pytest.mark.service
 COUNT, TOKENS = 16, 12
@@ -55,9 +58,15 @@ async def stored(client: openai.AsyncOpenAI, model: str) -> Lines:
     return list(await asyncio.gather(*made))
 
 
-@pytest.fixture
-async def records(aclient: openai.AsyncOpenAI, settings: Settings) -> Lines:
-    return await stored(aclient, settings.model.name)
+@pytest.fixture(scope="module")
+def records(service: Service) -> Lines:
+    """One set for all tests."""
+
+    async def ask() -> Lines:
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=WAIT_S) as client:
+            return await stored(client, service.settings.model.name)
+
+    return asyncio.run(ask())
 
 
 def audited(path: Path, lines: Lines, *options: str) -> tuple[int, dict[str, Any]]:
@@ -69,7 +78,7 @@ def audited(path: Path, lines: Lines, *options: str) -> tuple[int, dict[str, Any
 async def test_what_a_client_has_kept_is_confirmed_by_the_service_and_a_change_is_found(
     records: Lines, service: Service, tmp_path: Path
 ) -> None:
-    url = ["--url", service.url]
+    url, records = ["--url", service.url], copy.deepcopy(records)
     code, found = await asyncio.to_thread(audited, tmp_path / "a.jsonl", records, *url)
     assert (code, found["confirmed"], found["findings"]) == (0, COUNT, [])
     ids = records[3]["response"]["choices"][0]["token_ids"]
@@ -105,6 +114,7 @@ async def test_the_fingerprint_is_served_with_the_manifest_that_it_hashes(
     assert Receipt.from_json(records[-2]).fingerprint == reply["fingerprint"]
 
 
+@on_the_tiny_model_only
 async def test_replies_say_who_answered(service: Service, settings: Settings) -> None:
     body = {"model": settings.model.name, "prompt": "Hi", "max_tokens": 3, "deterministic": True}
     async with httpx.AsyncClient(timeout=300) as http:

@@ -13,7 +13,7 @@ import pytest
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import chat, client, completion, events
-from tests.support import SPECIAL, _backend
+from tests.support import SPECIAL, tiny_tokenizer
 
 BEGIN = 1
 TEMPLATE = "<|begin|>{{ messages[0].content }}"
@@ -23,7 +23,7 @@ TEMPLATE = "<|begin|>{{ messages[0].content }}"
 def begins(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A tokenizer that puts its begin token in front of texts, with a template that does too."""
     place: Path = tmp_path_factory.mktemp("begins")
-    data = json.loads(_backend().to_str())
+    data = json.loads(tiny_tokenizer().to_str())
     data["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [

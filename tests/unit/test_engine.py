@@ -21,11 +21,12 @@ from llm42.engine.base import EngineOutput
 from llm42.engine.torch.batch import BatchRunner, FusedAttention, PlainAttention, Rows
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import Overloaded, RequestRejected
+from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Request, SamplingParams
 from llm42.sampling import draw
 from llm42_kernels.cpu import cpu_operators
-from tests.support import Client, prompt_of, torch_threads, write_model
+from tests.support import Client, prompt_of, write_model
 
 BLOCK = 16
 

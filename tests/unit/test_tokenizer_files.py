@@ -16,7 +16,7 @@ from llm42.fingerprint.request import request_facts
 from llm42.text.gguf_tokenizer import build_tokenizer
 from llm42.text.templates import gguf_templates
 from llm42.text.tokenizer import Tokenizer
-from tests.support import SPECIAL, _backend
+from tests.support import SPECIAL, tiny_tokenizer
 
 Make = Callable[..., Path]
 NAMES = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[1]}
@@ -26,7 +26,7 @@ NAMES = {"eos_token": SPECIAL[0], "bos_token": SPECIAL[1]}
 def make(tmp_path: Path) -> Make:
     def write(change: Callable[[dict[str, Any]], Any] = lambda _: None, **config: Any) -> Path:
         """A small tokenizer's directory. change: of tokenizer.json; keywords: tokenizer_config.json."""
-        data = json.loads(_backend().to_str())
+        data = json.loads(tiny_tokenizer().to_str())
         change(data)
         (tmp_path / "tokenizer.json").write_text(json.dumps(data))
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMES | config))
@@ -199,7 +199,7 @@ def test_an_added_token_that_only_the_settings_know_is_honoured_where_its_id_is(
 
 
 def test_a_named_token_is_special(make: Make) -> None:
-    pair = next(t for t, i in json.loads(_backend().to_str())["model"]["vocab"].items() if i == 300)
+    pair = next(t for t, i in json.loads(tiny_tokenizer().to_str())["model"]["vocab"].items() if i == 300)
     place = make(additional_special_tokens=[pair])
     assert Tokenizer.load(place).decode([300, 301]) == theirs(place).decode(
         [300, 301], skip_special_tokens=True

@@ -24,10 +24,9 @@ from llm42.engine.vllm.options import EngineUnavailable, engine_arguments, model
 from llm42.engine.vllm.sampling import arguments_of, draw_of, finish_of, token_logprobs
 from llm42.protocol import FinishReason, SamplingParams, TokenLogprob
 from llm42_kernels.rmsnorm import carried_launch
-from tests.support import PENALISED, SAMPLED, write_model
+from tests.support import GREEDY, PENALISED, SAMPLED, write_model
 from tests.unit.fake_vllm import request_of
 
-GREEDY = SamplingParams()
 NEUTRAL = {"max_tokens", "ignore_eos", "stop_token_ids", "temperature"}
 
 

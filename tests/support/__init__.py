@@ -1,0 +1,60 @@
+"""What tests share: models, the parts of a service around them, the oracle, and the comparison that every
+guarantee is judged by."""
+
+from tests.support.clients import AcceptsEverything, Wrapped, collect, together, verified
+from tests.support.engines import (
+    ENGINES,
+    AnyEngine,
+    Client,
+    VllmPool,
+    bare,
+    both_engines,
+    check_blocks,
+    vllm_missing,
+    vllm_settings,
+    wait_until,
+)
+from tests.support.lab import Lab
+from tests.support.oracle import Answer, answer_of, decode_alone, differences
+from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
+from tests.support.smollm2 import CERTIFICATES, load_smollm2, smollm2_file
+from tests.support.tiny_model import CHAT_TEMPLATE, CONFIG, END, SPECIAL, VOCAB, tiny_tokenizer, write_model
+
+__all__ = [
+    "CERTIFICATES",
+    "CHAT_TEMPLATE",
+    "CONFIG",
+    "END",
+    "ENGINES",
+    "GREEDY",
+    "PENALISED",
+    "SAMPLED",
+    "SPECIAL",
+    "VOCAB",
+    "AcceptsEverything",
+    "Answer",
+    "AnyEngine",
+    "Client",
+    "Lab",
+    "VllmPool",
+    "Wrapped",
+    "answer_of",
+    "bare",
+    "both_engines",
+    "check_blocks",
+    "collect",
+    "decode_alone",
+    "differences",
+    "load_smollm2",
+    "prompt_of",
+    "request_of",
+    "smollm2_file",
+    "tiny_tokenizer",
+    "together",
+    "verified",
+    "vllm_missing",
+    "vllm_settings",
+    "wait_until",
+    "window_of",
+    "write_model",
+]

@@ -1,0 +1,106 @@
+"""Fast paths for tests: what takes their outputs, and vLLM's, which tests share."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from llm42.config import Settings
+from llm42.engine.base import Engine, EngineOutput
+from llm42.engine.corrupt import CorruptingEngine
+from llm42.engine.torch.engine import TorchEngine
+from llm42.engine.vllm.engine import VllmEngine
+from llm42.protocol import FinishReason
+
+ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))
+both_engines = pytest.mark.parametrize("lab", ENGINES, indirect=True)
+"""For tests that hold whatever proposes the candidates: the torch engine, and vLLM where it is installed."""
+
+
+@dataclass
+class Client:
+    """What one request's sink heard: the output of its present epoch."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    epoch: int = 0
+    finish: FinishReason | None = None
+    error: str | None = None
+
+    def __call__(self, output: EngineOutput) -> None:
+        self.outputs.append(output)
+        self.finish, self.error = output.finish, output.error
+        if output.epoch == self.epoch and output.error is None:
+            assert output.start == len(self.tokens), "output tokens are missing or came twice"
+            self.tokens += output.tokens
+
+
+def vllm_missing() -> str | None:
+    """Why tests with vLLM cannot run here, or None."""
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    return "vLLM is not installed here; `make test-vllm` runs this where it is"
+
+
+def vllm_settings(**more: Any) -> dict[str, Any]:
+    """engine.vllm for a test on a CPU: a small cache, small blocks, prompts in chunks."""
+    arguments = {"kv_cache_memory_bytes": 256 << 20, "block_size": 32} | more.pop("extra_args", {})
+    common = {"enforce_eager": True, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    # vLLM checks this share of the memory before it looks at kv_cache_memory_bytes
+    return common | {"gpu_memory_utilization": 0.05, "extra_args": arguments} | more
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+    """Polls; whether it came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class VllmPool:
+    """vLLM engines that tests share, since one takes half a minute to start."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, VllmEngine] = {}
+
+    def get(self, settings: Settings, **vllm: Any) -> VllmEngine:
+        """An engine with these vLLM settings that nobody uses; started when there is none yet."""
+        engine = {"kind": "vllm", "vllm": vllm_settings(**vllm)}
+        wanted = Settings.load(settings.model_dump(mode="json") | {"engine": engine})
+        key = wanted.model_dump_json()
+        if key in self._engines and not self._engines[key].alive:
+            self._engines.pop(key).close()
+        if key not in self._engines:
+            self._engines[key] = VllmEngine(wanted).start()
+        found = self._engines[key]
+        wait_until(lambda: not found._streams and found.load().kv_used == 0)
+        assert not found._streams, "an earlier test has left a request behind"
+        return found
+
+    def close(self) -> None:
+        """Ends them all."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
+
+
+AnyEngine = TorchEngine | VllmEngine
+
+
+def bare(engine: Any) -> Any:
+    """The engine itself, without the test plant around it."""
+    return engine.engine if isinstance(engine, CorruptingEngine) else engine
+
+
+def check_blocks(engine: Engine) -> None:
+    """The torch engine's own accounting of its cache; vLLM's is its own affair."""
+    if isinstance(bare(engine), TorchEngine):
+        bare(engine)._pool.check()

@@ -1,0 +1,31 @@
+"""SmolLM2: the default model, which the processes of a tier certify once together."""
+
+from __future__ import annotations
+
+import fcntl
+from functools import cache
+from pathlib import Path
+
+from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
+from llm42.config import Settings
+from tests.support.lab import Lab
+
+ROOT = Path(__file__).parents[2]
+CERTIFICATES = ROOT / "build" / "tests" / "certificates"
+"""Where its certificate is kept, under its inputs; a tier starts without one (tests/tiers.py)."""
+
+
+@cache
+def smollm2_file() -> Path:
+    """Its GGUF file."""
+    return fetch_smollm2(ROOT / DEFAULT_DIR)
+
+
+def load_smollm2() -> Lab:
+    """The model with its certificate; whoever comes first certifies, the others wait here."""
+    verifier = {"certificate_dir": str(CERTIFICATES), "kv_tokens": 8192}
+    settings = Settings.load({"model": {"path": str(smollm2_file())}, "verifier": verifier})
+    CERTIFICATES.mkdir(parents=True, exist_ok=True)
+    with (CERTIFICATES / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return Lab.load(settings)
