@@ -4,7 +4,6 @@ once more on a real model, as a second application of its cluster."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -15,7 +14,7 @@ from llm42.text.tokenizer import Tokenizer
 from llm42_serve.launch import Service
 from tests.conftest import SERVED
 from tests.service.served import Application
-from tests.support import Lab
+from tests.support import Lab, smollm2_file
 
 WAIT_S = 900.0
 """How long a test's client waits: a slow machine is no failure."""
@@ -66,7 +65,4 @@ async def aclient(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     """The default model's."""
-    path = Settings().model.path
-    if not Path(path).is_file():
-        pytest.fail("the default model is missing: python -m llm42.checkpoint.fetch")
-    return Tokenizer.load(path)
+    return Tokenizer.load(smollm2_file())

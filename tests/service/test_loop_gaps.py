@@ -32,11 +32,6 @@ HOSTILE = {name: (path, body) for name, path, body in bodies(MODEL, SIZE)}
 SMALL = {name: (path, body) for name, path, body in bodies(MODEL, json_bodies.LARGE_BYTES - 1000)}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(SETTINGS.model.path)
-
-
 @cache
 def application(tokenizer: Tokenizer, context: int = SETTINGS.model.max_model_len) -> Any:
     return create_app(Settings.load({"model": {"max_model_len": context}}), tokenizer, Scripted(hello))

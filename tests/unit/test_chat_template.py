@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
-from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.errors import RequestRejected
 from llm42.text.chat_template import ChatTemplate
 from llm42.text.tokenizer import Tokenizer
 
-PATH = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
 USER = {"role": "user", "content": "What is 2 + 2? <b>&\"'</b> 日本"}
 CHATS: list[list[dict[str, Any]]] = [
     [USER],
@@ -28,16 +24,6 @@ LLAMA_LIKE = """{{- bos_token }}
 {% endfor %}
 {%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
 Today: {{ date_string }}{% if add_generation_prompt %} >{% endif %}"""
-
-
-@pytest.fixture(scope="module")
-def ours() -> Tokenizer:
-    return Tokenizer.load(PATH)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    return transformers.AutoTokenizer.from_pretrained(PATH.parent, gguf_file=PATH.name)
 
 
 @pytest.mark.parametrize("messages", CHATS, ids=len)

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from llm42.checkpoint.description import check_model, notes, read_config
-from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.checkpoint.load import load_model
 from llm42.config import ModelSettings
 from llm42.errors import ModelFileError, UnsupportedModel
 from llm42.models import families
-from tests.support import CONFIG, write_model
+from tests.support import CONFIG, smollm2_file, write_model
 from tests.unit.gguf_oracle import write_gguf
 from tests.unit.model_oracle import tiny_model
 
-SMOLLM2 = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
+SMOLLM2 = smollm2_file()
 TEMPLATE = "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
 
 

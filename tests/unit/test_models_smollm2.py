@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.checkpoint.load import load_model
 from llm42.models.decoder import forward, logits
 from llm42.models.gguf.reader import open_gguf
 from llm42.models.weights import LoadedModel
+from tests.support import smollm2_file
 from tests.unit.model_oracle import OPERATORS, causal_attend, report, tokens_of
 
 POSITIONS = 2001
@@ -34,7 +33,7 @@ MEAN_BOUND, KL_BOUND, AGREE_BOUND = 0.2, 0.02, 0.9
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    return fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
+    return smollm2_file()
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +47,18 @@ def tokens() -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def oracle(path: Path, tokens: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """transformers' own reading of the file (its own dequantiser), and its hidden states [T, H]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+def reference(path: Path) -> Any:
+    """transformers' own reading of the file, with its own dequantiser."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def their_states(reference: Any, tokens: Tensor) -> Tensor:
+    """Its hidden states [T, H]."""
     with torch.inference_mode():
-        yield model, model.model(tokens[None]).last_hidden_state[0]
+        states: Tensor = reference.model(tokens[None]).last_hidden_state[0]
+    return states
 
 
 @torch.inference_mode()
@@ -68,11 +72,11 @@ def our_hidden(model: LoadedModel, tokens: Tensor) -> Tensor:
 def test_logits_of_two_thousand_positions(
     table: str,
     exact: LoadedModel,
-    oracle: tuple[Any, Tensor],
+    reference: Any,
+    their_states: Tensor,
     tokens: Tensor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reference, their_states = oracle
     if table == "theirs":
         cos, sin = reference.model.rotary_emb(their_states, torch.arange(POSITIONS)[None])
         halves = cos[0, :, :32], sin[0, :, :32]  # theirs is [1, T, D], each half repeated
@@ -91,8 +95,8 @@ def test_logits_of_two_thousand_positions(
     assert equal.all()
 
 
-def test_weights_equal_those_that_transformers_reads(exact: LoadedModel, oracle: tuple[Any, Tensor]) -> None:
-    theirs = oracle[0].state_dict()
+def test_weights_equal_those_that_transformers_reads(exact: LoadedModel, reference: Any) -> None:
+    theirs = reference.state_dict()
     for index, layer in enumerate(exact.weights.layers):
         prefix = f"model.layers.{index}."
         qkv = [theirs[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.errors import ModelFileError, RequestRejected, UnsupportedModel
 from llm42.models.gguf.reader import metadata, open_gguf
 from llm42.text.detokenizer import Detokenizer
 from llm42.text.gguf_tokenizer import build_tokenizer
 from llm42.text.tokenizer import Tokenizer
+from tests.support import smollm2_file
 
-PATH = fetch_smollm2(Path(__file__).parents[2] / DEFAULT_DIR)
+PATH = smollm2_file()
 TEXTS = [
     "Hello, world!",
     "def f(x):\n    return x ** 2  # comment\n\n\nclass A:\n\tpass\r\n",
@@ -41,16 +41,6 @@ TEXTS = [
     "",
     " ",
 ]
-
-
-@pytest.fixture(scope="module")
-def ours() -> Tokenizer:
-    return Tokenizer.load(PATH)
-
-
-@pytest.fixture(scope="module")
-def theirs() -> Any:
-    return transformers.AutoTokenizer.from_pretrained(PATH.parent, gguf_file=PATH.name)
 
 
 @pytest.mark.parametrize("text", TEXTS)
