@@ -16,7 +16,10 @@ from llm42_serve.launch import Service, prepare_environment
 
 prepare_environment()
 
-from tests.support import Lab, load_smollm2  # noqa: E402
+from llm42.checkpoint.load import load_for  # noqa: E402
+from llm42.models.weights import LoadedModel  # noqa: E402
+from llm42.text.tokenizer import Tokenizer  # noqa: E402
+from tests.support import Lab, certified_smollm2, smollm2_settings  # noqa: E402
 
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
@@ -97,9 +100,15 @@ def lab(tiny: Lab) -> Iterator[Lab]:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[Lab]:
-    """The real model, loaded once."""
-    lab = load_smollm2()
+def smollm2_parts() -> tuple[LoadedModel, Tokenizer]:
+    """The real model and its tokenizer, loaded once."""
+    return load_for(smollm2_settings())
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_parts: tuple[LoadedModel, Tokenizer]) -> Iterator[Lab]:
+    """The same with its certificate."""
+    lab = certified_smollm2(*smollm2_parts)
     yield lab
     lab.close()
 

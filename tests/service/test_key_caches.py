@@ -27,11 +27,6 @@ TREE = {"server": {"api_keys": [{"name": "same", "sha256": digest} for digest in
 KEYED, OPEN = Settings.load(TREE), Settings()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.load(OPEN.model.path)
-
-
 def salts(tokenizer: Tokenizer, settings: Settings, *asked: tuple[str, dict[str, Any]]) -> list[str]:
     """What the backend is given as a salt for each request of (key, more fields)."""
 

@@ -17,11 +17,10 @@ from tests.support.engines import (
 from tests.support.lab import Lab
 from tests.support.oracle import Answer, answer_of, decode_alone, differences
 from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
-from tests.support.smollm2 import CERTIFICATES, load_smollm2, smollm2_file
+from tests.support.smollm2 import certified_smollm2, smollm2_file, smollm2_settings
 from tests.support.tiny_model import CHAT_TEMPLATE, CONFIG, END, SPECIAL, VOCAB, tiny_tokenizer, write_model
 
 __all__ = [
-    "CERTIFICATES",
     "CHAT_TEMPLATE",
     "CONFIG",
     "END",
@@ -41,14 +40,15 @@ __all__ = [
     "answer_of",
     "bare",
     "both_engines",
+    "certified_smollm2",
     "check_blocks",
     "collect",
     "decode_alone",
     "differences",
-    "load_smollm2",
     "prompt_of",
     "request_of",
     "smollm2_file",
+    "smollm2_settings",
     "tiny_tokenizer",
     "together",
     "verified",

@@ -66,8 +66,14 @@ class Lab:
 
     @classmethod
     def load(cls, settings: Settings, vllm: VllmPool | None = None) -> Lab:
-        """Loads the model that the settings name, and certifies it where there is no certificate of it."""
-        model, tokenizer = load_for(settings)
+        """With the model that the settings name."""
+        return cls.certified(settings, *load_for(settings), vllm)
+
+    @classmethod
+    def certified(
+        cls, settings: Settings, model: LoadedModel, tokenizer: Tokenizer, vllm: VllmPool | None = None
+    ) -> Lab:
+        """With the model's kept certificate, or a new one."""
         return cls(settings, model, tokenizer, certificate_for(settings, model, tokenizer), vllm=vllm)
 
     def verifier(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from llm42.checkpoint.fetch import DEFAULT_DIR, fetch_smollm2
 from llm42.config import Settings
+from llm42.models.weights import LoadedModel
+from llm42.text.tokenizer import Tokenizer
 from tests.support.lab import Lab
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +23,15 @@ def smollm2_file() -> Path:
     return fetch_smollm2(ROOT / DEFAULT_DIR)
 
 
-def load_smollm2() -> Lab:
-    """The model with its certificate; whoever comes first certifies, the others wait here."""
+def smollm2_settings() -> Settings:
+    """What the tests' SmolLM2 is loaded and certified with."""
     verifier = {"certificate_dir": str(CERTIFICATES), "kv_tokens": 8192}
-    settings = Settings.load({"model": {"path": str(smollm2_file())}, "verifier": verifier})
+    return Settings.load({"model": {"path": str(smollm2_file())}, "verifier": verifier})
+
+
+def certified_smollm2(model: LoadedModel, tokenizer: Tokenizer) -> Lab:
+    """The model with its certificate; whoever comes first certifies, the others wait here."""
     CERTIFICATES.mkdir(parents=True, exist_ok=True)
     with (CERTIFICATES / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return Lab.load(settings)
+        return Lab.certified(smollm2_settings(), model, tokenizer)

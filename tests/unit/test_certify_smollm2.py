@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llm42.checkpoint.load import load_for
-from llm42.config import Settings
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.certify.certificate import CertificationFailed
@@ -13,21 +11,16 @@ from llm42.verifier.certify.cpu import CPUCertifier
 from llm42.verifier.certify.plants_cpu import PLANTS
 from llm42.verifier.certify.rows import OperatorCase, Violation
 from llm42_kernels import cpu
-
-SETTINGS = Settings.load({"verifier": {"certificate_dir": None, "buckets": (8, 16, 64)}})
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[LoadedModel, Tokenizer]:
-    return load_for(SETTINGS)
+from tests.support import Lab, smollm2_settings
 
 
 @pytest.mark.slow
-def test_it_passes(loaded: tuple[LoadedModel, Tokenizer]) -> None:
-    certificate = CPUCertifier(loaded[0], SETTINGS.verifier).run()
+def test_it_passes(smollm2: Lab) -> None:
+    """The certificate is of this run, by this process or by one beside it (tests/support/smollm2.py)."""
+    certificate = smollm2.certificate
     assert set(certificate.providers) == {*cpu.PROVIDERS, "attention", "sampling"}
     assert certificate.compared_rows > 1000
-    assert certificate.buckets[-1] == 64
+    assert certificate.buckets[-1] == smollm2.settings.verifier.buckets[-1]
 
 
 class OnlyThePlanted(CPUCertifier):
@@ -52,7 +45,7 @@ QUICK = "row-residue"
 @pytest.mark.parametrize(
     "plant", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow) for name in sorted(PLANTS)]
 )
-def test_every_plant_is_caught(plant: str, loaded: tuple[LoadedModel, Tokenizer]) -> None:
+def test_every_plant_is_caught(plant: str, smollm2_parts: tuple[LoadedModel, Tokenizer]) -> None:
     with pytest.raises(CertificationFailed) as caught:
-        OnlyThePlanted(loaded[0], SETTINGS.verifier, [plant]).run()
+        OnlyThePlanted(smollm2_parts[0], smollm2_settings().verifier, [plant]).run()
     assert caught.value.operator == PLANTS[plant].operator
