@@ -4,7 +4,6 @@ guarantee is judged by."""
 from tests.support.clients import AcceptsEverything, Wrapped, collect, together, verified
 from tests.support.engines import (
     ENGINES,
-    AnyEngine,
     Client,
     VllmPool,
     bare,
@@ -32,7 +31,6 @@ __all__ = [
     "VOCAB",
     "AcceptsEverything",
     "Answer",
-    "AnyEngine",
     "Client",
     "Lab",
     "VllmPool",

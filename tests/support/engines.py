@@ -92,9 +92,6 @@ class VllmPool:
         self._engines.clear()
 
 
-AnyEngine = TorchEngine | VllmEngine
-
-
 def bare(engine: Any) -> Any:
     """The engine itself, without the test plant around it."""
     return engine.engine if isinstance(engine, CorruptingEngine) else engine

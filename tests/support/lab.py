@@ -27,7 +27,7 @@ from llm42.verifier.cpu.operators import canonical_set
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
-from tests.support.engines import AnyEngine, VllmPool, bare
+from tests.support.engines import VllmPool, bare
 from tests.support.oracle import Answer, decode_alone, differences
 from tests.support.tiny_model import CONFIG, write_model
 
@@ -116,7 +116,7 @@ class Lab:
         made = self._engine(model, start, changes)
         return CorruptingEngine(made, corrupt_share) if corrupt_share else made
 
-    def _engine(self, model: LoadedModel | None, start: bool, changes: dict[str, Any]) -> AnyEngine:
+    def _engine(self, model: LoadedModel | None, start: bool, changes: dict[str, Any]) -> Engine:
         if self.vllm is not None:
             assert model is None, "a test with a model of its own is not for vLLM"
             blocks = {"extra_args": {"num_gpu_blocks_override": 26}} if "kv_tokens" in changes else {}
