@@ -305,11 +305,15 @@ async def test_beyond_the_bound_requests_are_refused(service: Service, settings:
             done, _ = await asyncio.wait(tasks, timeout=300, return_when=asyncio.FIRST_COMPLETED)
             assert done, "nothing was refused"
             await asyncio.sleep(0.2)
+        states = [await asyncio.to_thread(service.health) for _ in range(12)]
         release.set()
         answers = await asyncio.gather(*tasks)
     refused = [retry for status, retry in answers if status == 429]
     assert {status for status, _ in answers} == {200, 429}
     assert all(retry and int(retry) > 0 for retry in refused)
+    queued = {s["replica"]: s["queued"] for s in states}
+    assert max(queued.values()) <= settings.server.max_queued, "more wait than may"
+    assert min(queued.values()) > 0, "one replica refuses while the other one has places"
     # a replica whose queue is full for a moment may refuse what the other one has room for a moment later
     assert len(refused) <= 20 + total // 20, "more was refused than is beyond the bound"
 
