@@ -37,7 +37,7 @@ class Figure:
 
 def machine() -> dict[str, Any]:
     """The machine as a reader needs to know it."""
-    from llm42.fingerprint import device_facts
+    from llm42.fingerprint.device import device_facts
 
     facts = {"cpu": device_facts("cpu", 1)["name"], "cores": _cores(), "python": platform.python_version()}
     import torch

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llm42.fingerprint.device import device_facts
 from llm42.fingerprint.digests import digest
 from llm42.fingerprint.request import process_facts, request_facts
 from llm42.fingerprint.source import code_hash, source_hash
 
 __all__ = [
     "code_hash",
-    "device_facts",
     "differing_fields",
     "digest",
     "fingerprint",

@@ -10,8 +10,6 @@ import ctypes
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-
 from llm42.host.linked import file_identity, file_of, find, mapped_file
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "jinja2", "gguf", "safetensors")
@@ -44,6 +42,8 @@ def library_versions(kind: str) -> dict[str, str | None]:
 def torch_build(kind: str) -> str:
     """What torch says of its build, its own products and the instruction set that it uses. On a CPU without
     the lines that it adds where a GPU is visible: whether one is changes no bit there."""
+    import torch  # which an ingress does without: it asks for versions only
+
     lines = torch.__config__.show().splitlines()
     if kind == "cpu":
         lines = [line for line in lines if not line.strip(" -").startswith(WHERE_A_GPU_IS_VISIBLE)]
@@ -61,6 +61,8 @@ def installed_version(name: str) -> str | None:
 def loaded_libraries(kind: str) -> dict[str, str]:
     """Part -> build id (or a hash) of the file that is loaded for it, after the version it gives itself where
     it has one. On a GPU also the compiler and the library that Triton uses, and the driver's own library."""
+    import torch
+
     folder = Path(torch.__file__).parent / "lib"
     found = {"torch": file_identity(str(folder / "libtorch_cpu.so"))}
     found |= _by_symbols(SYMBOLS, str(folder / "libtorch_cpu.so"))
@@ -105,6 +107,8 @@ def own_version(part: str, library: str) -> str:
 
 def triton_tools() -> dict[str, str]:
     """The PTX assembler and the device library that Triton takes on this GPU, wherever variables point it."""
+    import torch
+
     try:
         from triton import knobs
         from triton.backends import nvidia

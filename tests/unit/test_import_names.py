@@ -73,6 +73,15 @@ def test_no_product_module_needs_transformers() -> None:
     assert set(_missing("transformers", "accelerate").values()) <= optional
 
 
+def test_an_ingress_loads_no_torch() -> None:
+    """It takes two seconds of CPU and 150 MB; a replica, which computes, does."""
+    code = "import sys, llm42_serve.{0}.{1}; print('torch' in sys.modules)"
+    loads = [
+        _python(code.format(*of), paths=PATHS) for of in (("ingress", "ingress"), ("replica", "fastpath"))
+    ]
+    assert [done.stdout.strip() for done in loads] == ["False", "True"], loads[0].stderr
+
+
 def test_a_package_that_is_needed_is_missed() -> None:
     """The control."""
     assert "prometheus_client" in _missing("prometheus_client").values()
