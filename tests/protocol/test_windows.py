@@ -26,7 +26,6 @@ from tests.support import (
     window_of,
 )
 
-
 BESIDE_BORDERS = (1, 2, 6, 7, 8, 13, 14, 15, 19)
 """Places at and beside the borders of windows of 7, the first ones, and one further on."""
 
