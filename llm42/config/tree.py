@@ -32,18 +32,13 @@ class Settings(Section):
     audit: AuditSettings = AuditSettings()
 
     @model_validator(mode="after")
-    def _structured(self) -> Settings:
-        # vLLM's CPU build ends constrained requests with an error of its own
-        if self.engine.vllm.structured_outputs and self.model.device != "cuda":
+    def _on_a_gpu(self) -> Settings:
+        if self.model.device == "cuda":
+            return self
+        if self.engine.vllm.structured_outputs:  # vLLM's CPU build ends them with an error of its own
             raise ValueError("engine.vllm.structured_outputs needs model.device 'cuda'")
-        return self
-
-    @model_validator(mode="after")
-    def _affinity(self) -> Settings:
-        if self.verifier.affinity != "none" and self.model.device != "cuda":
-            raise ValueError(
-                f"verifier.affinity {self.verifier.affinity!r} needs model.device 'cuda': leave it at 'none'"
-            )
+        if (wanted := self.verifier.affinity) != "none":
+            raise ValueError(f"verifier.affinity {wanted!r} needs model.device 'cuda': leave it at 'none'")
         return self
 
     @model_validator(mode="before")

@@ -30,19 +30,17 @@ def build_engine(
     model: weights that this process holds already; vLLM loads its own, in a process of its own. operators:
     the torch engine's, where they are not the device's ordinary ones.
     """
-    engine, share = _started(settings, model, operators), settings.engine.corrupt_share
-    return CorruptingEngine(engine, share) if share else engine
-
-
-def _started(settings: Settings, model: LoadedModel | None, operators: Operators | None) -> Engine:
     if settings.engine.kind == "vllm":
         from llm42.engine.vllm.engine import VllmEngine
 
-        return VllmEngine(settings).start()
-    from llm42.engine.torch.engine import TorchEngine
+        engine: Engine = VllmEngine(settings).start()
+    else:
+        from llm42.engine.torch.engine import TorchEngine
 
-    if model is None:
-        from llm42.checkpoint.load import load_for
+        if model is None:
+            from llm42.checkpoint.load import load_for
 
-        model, _ = load_for(settings)
-    return TorchEngine(model, settings.engine, operators).start()
+            model, _ = load_for(settings)
+        engine = TorchEngine(model, settings.engine, operators).start()
+    share = settings.engine.corrupt_share
+    return CorruptingEngine(engine, share) if share else engine

@@ -11,18 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from llm42.fingerprint.digests import digest
-from llm42.fingerprint.request import process_facts, request_facts
-from llm42.fingerprint.source import code_hash, source_hash
-
-__all__ = [
-    "code_hash",
-    "differing_fields",
-    "digest",
-    "fingerprint",
-    "process_facts",
-    "request_facts",
-    "source_hash",
-]
 
 
 def fingerprint(full: Mapping[str, Any]) -> str:

@@ -34,10 +34,11 @@ DISPATCH_FLAGS = (
 def device_facts(device: str, threads: int) -> dict[str, Any]:
     """The device. threads: as configured; a CPU's facts have how many run."""
     if device == "cpu":
+        text = _cpuinfo()
         return {
             "kind": "cpu",
-            "name": _cpu_name(),
-            "identity": _cpu_identity(),
+            "name": _cpu_name(text),
+            "identity": cpu_identity(text) if text else digest(platform.processor()),
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             "threads": usable_threads(threads),
@@ -58,26 +59,21 @@ def table_digest(table: Tensor) -> str:
     return hashlib.sha256(table.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
 
 
-def _cpu_name() -> str:
+def _cpuinfo() -> str:
     try:
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        return CPUINFO.read_text()
     except OSError:
-        pass
-    return platform.processor()
+        return ""
 
 
-def _cpu_identity() -> str:
-    """Hash of what a library can choose its kernels by: a virtual machine's model name may say little."""
-    try:
-        return cpu_identity(CPUINFO.read_text())
-    except OSError:
-        return digest(platform.processor())
+def _cpu_name(cpuinfo: str) -> str:
+    names = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith("model name"))
+    return next(names, platform.processor()).strip()
 
 
 def cpu_identity(cpuinfo: str) -> str:
-    """The identity of the first processor of a /proc/cpuinfo text."""
+    """Hash of what a library can choose its kernels by, of the first processor of a /proc/cpuinfo text: a
+    virtual machine's model name may say little."""
     wanted = ("vendor_id", "cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part")
     lines = (line.split(":", 1) for line in cpuinfo.split("\n\n", 1)[0].splitlines() if ":" in line)
     fields = {key.strip(): value.split() for key, value in lines}

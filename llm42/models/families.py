@@ -72,17 +72,16 @@ FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM", used=frozenset({"attention_bias"}), defaults={"head_dim": 128}, qk_norm=True
     ),
 }
-_ROPE_KEYS: dict[str, frozenset[str]] = {
+ROPE_FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
+    "llama3": words("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
     "yarn": words(
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim"
         " truncate"
     ),
 }
+"""rope_type -> its fields in config.json."""
 
 
 def read_config(data: Mapping[str, Any], where: str) -> ModelConfig:
@@ -177,12 +176,12 @@ class _Reader:
         values = dict(new or old or {})
         kind = values.pop("rope_type", None) or values.get("type", "default")
         values.pop("type", None)
-        if kind not in _ROPE_KEYS:
+        if kind not in ROPE_FIELDS:
             raise self._unsupported(f"{key}.rope_type", f"= {kind!r} is not supported")
         theta = self._number(values, "rope_theta", self._number(self.data, "rope_theta", 10000.0))
         for name, value in values.items():
             neutral = name == "partial_rotary_factor" and value in (None, 1.0)
-            if name not in _ROPE_KEYS[kind] | {"rope_theta"} and not neutral:
+            if name not in ROPE_FIELDS[kind] | {"rope_theta"} and not neutral:
                 raise self._unsupported(f"{key}.{name}", f"is not a known field of rope type {kind}")
         return self._scaled_rope(kind, theta, values, max_position)
 

@@ -70,14 +70,7 @@ class RopeSettings:
             return self.inv_freq(head_dim).float().to(device)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
         plain = 1.0 / (self.theta**exponents)
-        if self.kind == "default":
-            return plain
-        wavelength = 2 * math.pi / plain
-        context, low, high = self.original_max_position, self.low_freq_factor, self.high_freq_factor
-        smooth = (context / wavelength - low) / (high - low)
-        blended = (1 - smooth) * plain / self.factor + smooth * plain
-        scaled = torch.where(wavelength > context / low, plain / self.factor, blended)
-        return torch.where(wavelength < context / high, plain, scaled)
+        return plain if self.kind == "default" else self._llama3(plain)
 
     def _llama3(self, plain: Tensor) -> Tensor:
         """Long wavelengths are divided by the factor, short ones kept, those between are blended."""

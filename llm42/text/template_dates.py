@@ -16,29 +16,9 @@ _MONTHS = (
 _DIRECTIVE = re.compile(r"%([-_0^#]?)(.?)", re.DOTALL)
 _WIDTHS = {"d": 2, "e": 2, "H": 2, "k": 2, "I": 2, "l": 2, "j": 3, "m": 2, "M": 2, "S": 2, "y": 2}
 _WIDTHS |= {"g": 2, "G": 4, "V": 2, "U": 2, "W": 2, "C": 2, "Y": 4, "u": 1, "w": 1, "s": 1}
-_NUMBERS: dict[str, Callable[[datetime.datetime], int]] = {
-    "d": lambda t: t.day,
-    "e": lambda t: t.day,
-    "H": lambda t: t.hour,
-    "k": lambda t: t.hour,
-    "I": lambda t: (t.hour + 11) % 12 + 1,
-    "l": lambda t: (t.hour + 11) % 12 + 1,
-    "j": lambda t: t.timetuple().tm_yday,
-    "m": lambda t: t.month,
-    "M": lambda t: t.minute,
-    "S": lambda t: t.second,
-    "y": lambda t: t.year % 100,
-    "Y": lambda t: t.year,
-    "C": lambda t: t.year // 100,
-    "G": lambda t: t.isocalendar().year,
-    "g": lambda t: t.isocalendar().year % 100,
-    "V": lambda t: t.isocalendar().week,
-    "u": lambda t: t.isoweekday(),
-    "w": lambda t: t.isoweekday() % 7,
-    "U": lambda t: (t.timetuple().tm_yday + 6 - t.isoweekday() % 7) // 7,
-    "W": lambda t: (t.timetuple().tm_yday + 6 - t.weekday()) // 7,
-    "s": lambda t: int(t.timestamp()),
-}
+"""Directives that are numbers, and their digits."""
+_SAME = {"e": "d", "k": "H", "l": "I"}
+"""Those that differ from others only in their blanks."""
 _WORDS: dict[str, Callable[[datetime.datetime], str]] = {
     "a": lambda t: _DAYS[t.weekday()][:3],
     "A": lambda t: _DAYS[t.weekday()],
@@ -77,10 +57,10 @@ def _directive(moment: datetime.datetime, flag: str, name: str) -> str:
         text = strftime(moment, _COMPOUND[name])
     elif name in _WORDS:
         text = _WORDS[name](moment)
-    elif name in _NUMBERS:
+    elif name in _WIDTHS:
         blank = flag == "_" or (name in "ekl" and flag != "0")
         width = 0 if flag == "-" else _WIDTHS[name]
-        return str(_NUMBERS[name](moment)).rjust(width, " " if blank else "0")
+        return str(_number(moment, name)).rjust(width, " " if blank else "0")
     else:
         raise jinja2.TemplateError(f"strftime_now: '%{flag}{name}' is not supported")
     if flag == "^":
@@ -88,3 +68,15 @@ def _directive(moment: datetime.datetime, flag: str, name: str) -> str:
     if flag == "#":
         return text.lower() if name in "pZ" else text.upper()
     return text
+
+
+def _number(moment: datetime.datetime, name: str) -> int:
+    """As the C library has it: no locale changes a number. But its `s` is local; not all have `C` and `g`."""
+    match name:
+        case "s":
+            return int(moment.timestamp())
+        case "C":
+            return moment.year // 100
+        case "g":
+            return moment.isocalendar().year % 100
+    return int(moment.strftime(f"%{_SAME.get(name, name)}"))

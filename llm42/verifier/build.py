@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
-from llm42 import fingerprint as fp
 from llm42.cache import BlockPool
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
+from llm42.fingerprint import fingerprint
 from llm42.fingerprint.environment import require_steady_kernels
+from llm42.fingerprint.request import request_facts
 from llm42.host.device import device_kind, device_lost
 from llm42.host.threads import hold_threads, set_threads, torch_threads, usable_threads
 from llm42.models.weights import LoadedModel
@@ -119,9 +120,9 @@ def build_verifier(
         raise CertificationFailed("model", [f"steps of {sizes} rows have other known answers than certified"])
     log_unused(settings.verifier.buckets, certificate.buckets, device_kind(model.device))
     known = manifest.inputs(model, settings, tokenizer.identity)
-    known["request"] = fp.request_facts(settings, tokenizer)
+    known["request"] = request_facts(settings, tokenizer)
     verifier.manifest = manifest.complete(known, certificate.providers, certificate.golden.digest)
-    verifier.fingerprint = fp.fingerprint(verifier.manifest)
+    verifier.fingerprint = fingerprint(verifier.manifest)
     return verifier
 
 

@@ -61,13 +61,14 @@ class Job:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that a pipelined runner has queued."""
+    """A step that runs, or that a pipelined runner has queued."""
 
     plan: list[tuple[Job, int]]
-    pending: Any
     rows: int
     bucket: int
     began: float
+    pending: Any = None
+    """What the runner knows it by."""
 
 
 @dataclass(slots=True)

@@ -52,7 +52,9 @@ class SequenceStore:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
         already there: nothing, when `cold`."""
         if cold:
-            return self._admit_cold(window)
+            needed, tokens = self._blocks_for(window), [*window.tokens, *window.candidates]
+            free = self._make_room(needed)
+            return Sequence(window.request_id, tokens, self.pool.acquire(needed)) if free else None
         sequence = self._idle.pop(window.request_id, None)
         if sequence is not None and sequence.salt != window.cache_salt:  # a request with another's id
             self.pool.release(sequence.blocks)
@@ -83,12 +85,6 @@ class SequenceStore:
         sequence.blocks += fresh
         sequence.tokens, sequence.computed = tokens, valid
         return sequence
-
-    def _admit_cold(self, window: Window) -> Sequence | None:
-        needed = self._blocks_for(window)
-        if not self._make_room(needed):
-            return None
-        return Sequence(window.request_id, [*window.tokens, *window.candidates], self.pool.acquire(needed))
 
     def settle(self, sequence: Sequence, committed: int) -> None:
         """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""

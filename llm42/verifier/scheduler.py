@@ -194,20 +194,20 @@ class Verifier:
         return bool(plan)
 
     def _launch(self, plan: list[tuple[Job, int]], rows: int) -> None:
-        bucket = next(b for b in self._buckets if b >= rows)
-        began, sequences = time.monotonic(), [job.rows(count) for job, count in plan]
+        flight = Flight(plan, rows, next(b for b in self._buckets if b >= rows), time.monotonic())
+        sequences = [job.rows(count) for job, count in plan]
         for job, count in plan:
             job.issued += count
         try:
             if self._pipelined is not None:
-                pending = self._pipelined.begin(bucket, sequences)
-                self._flight = Flight(plan, pending, rows, bucket, began)
+                flight.pending = self._pipelined.begin(flight.bucket, sequences)
+                self._flight = flight
                 return
-            results = self._runner.step(bucket, sequences)
+            results = self._runner.step(flight.bucket, sequences)
         except Exception as error:
             self._abandon(plan, error)
             return
-        self._settle(plan, results, rows, bucket, began)
+        self._settle(flight, results)
 
     def _land(self, flight: Flight) -> None:
         assert self._pipelined is not None
@@ -216,17 +216,24 @@ class Verifier:
         except Exception as error:
             self._abandon(flight.plan, error)
             return
-        self._settle(flight.plan, results, flight.rows, flight.bucket, flight.began)
+        self._settle(flight, results)
 
-    def _settle(
-        self, plan: list[tuple[Job, int]], results: list[list[Sampled]], rows: int, bucket: int, began: float
-    ) -> None:
-        now = time.monotonic()
-        self._count(rows, bucket, now - max(began, self._settled))
-        self._settled = now
-        for (job, count), sampled in zip(plan, results, strict=True):
-            if not job.abandoned:
-                self._advance(job, count, sampled)
+    def _settle(self, flight: Flight, results: list[list[Sampled]]) -> None:
+        now, stats = time.monotonic(), self._stats
+        seconds, self._settled = now - max(flight.began, self._settled), now
+        stats.steps += 1
+        stats.rows += flight.rows
+        stats.padding_rows += flight.bucket - flight.rows
+        stats.step_s += seconds
+        self.on_step(seconds)
+        for (job, count), sampled in zip(flight.plan, results, strict=True):
+            if job.abandoned:
+                continue
+            job.next += count
+            job.sampled += sampled
+            if job.next == job.end:
+                self._active.remove(job)
+                self._answer(job)
 
     def _drain(self) -> None:
         while not self._inbox.empty():
@@ -283,13 +290,6 @@ class Verifier:
                 used += count
         return plan
 
-    def _advance(self, job: Job, count: int, sampled: list[Sampled]) -> None:
-        job.next += count
-        job.sampled += sampled
-        if job.next == job.end:
-            self._active.remove(job)
-            self._answer(job)
-
     def _answer(self, job: Job) -> None:
         window, sequence = job.window, job.sequence
         assert sequence is not None
@@ -344,10 +344,3 @@ class Verifier:
         if self._device_lost():
             log.error("the device is lost: this verifier ends")
             self._closed = True
-
-    def _count(self, rows: int, bucket: int, seconds: float) -> None:
-        self._stats.steps += 1
-        self._stats.rows += rows
-        self._stats.padding_rows += bucket - rows
-        self._stats.step_s += seconds
-        self.on_step(seconds)

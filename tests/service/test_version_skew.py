@@ -24,7 +24,7 @@ import pytest
 from llm42.api.app import create_app
 from llm42.config import ServerSettings, Settings
 from llm42.errors import VersionSkew
-from llm42.fingerprint import request_facts
+from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import require_agreement
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, Window
 from llm42.telemetry.metrics import NullMetrics
@@ -316,7 +316,7 @@ import json, pickle, sys
 from pathlib import Path
 from llm42.api.audit_routes import request_maker
 from llm42.config import Settings
-from llm42.fingerprint import request_facts
+from llm42.fingerprint.request import request_facts
 from llm42.text.tokenizer import Tokenizer
 
 tree, body, elsewhere, libraries = json.loads(sys.argv[1])

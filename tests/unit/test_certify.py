@@ -19,6 +19,7 @@ from llm42.checkpoint.load import load_for, load_model, sampled_identity
 from llm42.cli.main import app
 from llm42.config import Settings
 from llm42.fingerprint import device, libraries
+from llm42.fingerprint.digests import digest
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
@@ -186,7 +187,7 @@ class TestFingerprint:
     def test_it_is_stable(self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer]) -> None:
         model, tokenizer = loaded
         first = manifest.inputs(model, settings, tokenizer.identity)
-        assert fp.digest(first) == fp.digest(manifest.inputs(model, settings, tokenizer.identity))
+        assert digest(first) == digest(manifest.inputs(model, settings, tokenizer.identity))
 
     @pytest.mark.parametrize(
         ("field", "change"),
@@ -204,7 +205,7 @@ class TestFingerprint:
         before = manifest.inputs(model, settings, tokenizer.identity)
         after = manifest.inputs(change(model), settings, tokenizer.identity)  # type: ignore[operator]
         assert list(fp.differing_fields(before, after)) == [field]
-        assert fp.digest(before) != fp.digest(after)
+        assert digest(before) != digest(after)
 
     @pytest.mark.parametrize(
         ("field", "section", "value"),
@@ -226,7 +227,7 @@ class TestFingerprint:
         before = manifest.inputs(model, settings, tokenizer.identity)
         after = manifest.inputs(model, changed, tokenizer.identity)
         assert list(fp.differing_fields(before, after)) == [field]
-        assert fp.digest(before) != fp.digest(after)
+        assert digest(before) != digest(after)
 
     def test_tokenizer_environment_libraries_code_device(
         self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], monkeypatch: pytest.MonkeyPatch
@@ -241,14 +242,14 @@ class TestFingerprint:
         for module, name, field in (
             (manifest, "code_hash", "code"),
             (device, "_cpu_name", "device.name"),
-            (device, "_cpu_identity", "device.identity"),
+            (device, "cpu_identity", "device.identity"),
             (libraries, "installed_version", "libraries."),
         ):
             with monkeypatch.context() as m:
                 m.setattr(module, name, lambda *_: "changed")
                 after = manifest.inputs(model, settings, tokenizer.identity)
                 assert all(f.startswith(field) for f in fp.differing_fields(before, after))
-                assert fp.digest(before) != fp.digest(after)
+                assert digest(before) != digest(after)
         monkeypatch.setattr(manifest, "SCHEDULE_VERSION", 99)
         after = manifest.inputs(model, settings, tokenizer.identity)
         assert list(fp.differing_fields(before, after)) == ["schedule"]

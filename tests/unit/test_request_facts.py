@@ -33,7 +33,7 @@ def settings_of(place: Path, **model: Any) -> Settings:
 
 
 def facts_of(place: Path, **model: Any) -> dict[str, Any]:
-    return fp.request_facts(settings_of(place, **model), Tokenizer.load(place))
+    return request.request_facts(settings_of(place, **model), Tokenizer.load(place))
 
 
 def edited(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
@@ -72,7 +72,7 @@ def test_a_template_of_the_operators_own(place: Path, tmp_path: Path) -> None:
     for text in ("{{ messages[0].content }}", "{{ messages[0].content }}!"):
         own.write_text(text)
         settings = settings_of(place, chat_template=str(own))
-        seen.append(fp.request_facts(settings, load_tokenizer(settings.model)))
+        seen.append(request.request_facts(settings, load_tokenizer(settings.model)))
         names.add(verifier_names(settings, "model", 1)[0])
     assert list(fp.differing_fields(*seen)) == ["chat_template"]
     assert len(names) == 2, "the new template has verifiers of its own"
@@ -112,9 +112,9 @@ def test_the_process(
 
 def test_the_settings(place: Path) -> None:
     settings, tokenizer = settings_of(place), Tokenizer.load(place)
-    before = fp.request_facts(settings, tokenizer)
+    before = request.request_facts(settings, tokenizer)
     shorter = settings_of(place, max_model_len=128)
-    assert list(fp.differing_fields(before, fp.request_facts(shorter, tokenizer))) == ["max_model_len"]
+    assert list(fp.differing_fields(before, request.request_facts(shorter, tokenizer))) == ["max_model_len"]
     assert verifier_names(shorter, "model", 1) != verifier_names(settings, "model", 1)
     for section, update in (
         ("model", {"name": "alias"}),
@@ -122,7 +122,7 @@ def test_the_settings(place: Path) -> None:
         ("telemetry", {"log_prompts": True}),
     ):
         other = settings.model_copy(update={section: getattr(settings, section).model_copy(update=update)})
-        assert fp.request_facts(other, tokenizer) == before, section
+        assert request.request_facts(other, tokenizer) == before, section
 
 
 def test_the_manifest_has_them(tiny: Lab) -> None:
@@ -130,7 +130,7 @@ def test_the_manifest_has_them(tiny: Lab) -> None:
     from llm42.verifier.build import build_verifier
 
     verifier = build_verifier(tiny.settings, tiny.model, tiny.tokenizer, tiny.certificate)
-    assert verifier.manifest["request"] == fp.request_facts(tiny.settings, tiny.tokenizer)
+    assert verifier.manifest["request"] == request.request_facts(tiny.settings, tiny.tokenizer)
     assert verifier.fingerprint == fp.fingerprint(verifier.manifest)
     other = {**verifier.manifest, "request": {**verifier.manifest["request"], "code": "another"}}
     assert fp.fingerprint(other) != verifier.fingerprint

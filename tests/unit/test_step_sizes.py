@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm42 import fingerprint as fp
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
+from llm42.fingerprint.digests import digest
 from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ def test_what_keys_a_certificate_and_not_the_fingerprint(
 
     def both(settings: Settings) -> tuple[str, str]:
         known = manifest.inputs(model, settings, tokenizer.identity)
-        return fp.digest(known), manifest.certificate_key(known, settings)
+        return digest(known), manifest.certificate_key(known, settings)
 
     inputs, key = both(base)
     for change in ({"buckets": (8, 64)}, {"block_size": 8}):

@@ -18,7 +18,7 @@ from llm42.api.backend import Status
 from llm42.checkpoint.description import check_model
 from llm42.config import ServerSettings, Settings
 from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
-from llm42.fingerprint import request_facts
+from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry.logs import configure

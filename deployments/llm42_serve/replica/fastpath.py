@@ -14,7 +14,7 @@ from llm42.api.backend import Status
 from llm42.api.deltas import coalesce
 from llm42.config import Settings
 from llm42.errors import LLM42Error, VerifierUnavailable, VersionSkew
-from llm42.fingerprint import request_facts
+from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts, require_agreement
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry import metrics as m

@@ -11,7 +11,8 @@ import ray
 
 from llm42 import config
 from llm42.config import Settings
-from llm42.fingerprint import process_facts, source_hash
+from llm42.fingerprint.request import process_facts
+from llm42.fingerprint.source import source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.verifiers.actor import VerifierActor
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from llm42.checkpoint.description import read_config
 from llm42.checkpoint.load import identity_of
 from llm42.errors import UnsupportedModel
 from llm42.models.config import ModelConfig
 from llm42.models.decoder import activation_dtype
-from llm42.models.families import FAMILIES
+from llm42.models.families import FAMILIES, ROPE_FIELDS
 from llm42.models.gguf.source import GGUFSource
 from llm42.models.rope import RopeSettings
 from llm42.models.safetensors import INDEX, SINGLE
@@ -101,32 +101,11 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def _rope_fields(rope: RopeSettings) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
-    match rope.kind:
-        case "default":
-            pass
-        case "linear":
-            scaling = {"rope_type": "linear", "factor": rope.factor}
-        case "llama3":
-            scaling = {
-                "rope_type": "llama3",
-                "factor": rope.factor,
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_max_position,
-            }
-        case "yarn":
-            scaling = {
-                "rope_type": "yarn",
-                "factor": rope.factor,
-                "original_max_position_embeddings": rope.original_max_position,
-                "attention_factor": rope.attention_factor,
-                "beta_fast": rope.beta_fast,
-                "beta_slow": rope.beta_slow,
-                "truncate": rope.truncate,
-            }
-        case "divisors":
-            return _rope_fields(_named_scaling(rope))
+    if rope.kind == "divisors":
+        rope = _named_scaling(rope)
+    values = asdict(rope) | {"original_max_position_embeddings": rope.original_max_position}
+    used = {name: values[name] for name in sorted(ROPE_FIELDS[rope.kind] & values.keys())}
+    scaling = None if rope.kind == "default" else {"rope_type": rope.kind, **used}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
@@ -147,37 +126,25 @@ def _named_scaling(rope: RopeSettings) -> RopeSettings:
 
 
 def _write_weights(directory: Path, config: ModelConfig, source: GGUFSource, dtype: torch.dtype) -> None:
-    """One file, or numbered shards with an index."""
+    """One file, or an index and shards of about SHARD_BYTES: a large model is never whole in memory."""
     check_tensors(config, source)
-    names: dict[str, str] = {}
-    shards = list(_shards(config, source, dtype, directory))
-    for index, (file, tensors) in enumerate(shards):
-        single = len(shards) == 1
-        final = SINGLE if single else f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
-        file.rename(directory / final)
-        names |= dict.fromkeys(tensors, final)
+    shards, size = [list[str]()], 0
+    for name, shape in expected_shapes(config).items():
+        if size >= SHARD_BYTES:
+            shards, size = [*shards, []], 0
+        shards[-1].append(name)
+        size += math.prod(shape) * dtype.itemsize
+    placed: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(
+            {name: source.read(name).to(dtype).contiguous() for name in names},
+            directory / file,
+            metadata={"format": "pt"},
+        )
+        placed |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        _write_json(directory / INDEX, {"metadata": {}, "weight_map": names})
-
-
-def _shards(
-    config: ModelConfig, source: GGUFSource, dtype: torch.dtype, directory: Path
-) -> Iterator[tuple[Path, list[str]]]:
-    """Writes files of about SHARD_BYTES, so that a large model is never whole in memory."""
-    held: dict[str, Tensor] = {}
-    count = 0
-    for name in expected_shapes(config):
-        held[name] = source.read(name).to(dtype).contiguous()
-        if sum(t.nbytes for t in held.values()) >= SHARD_BYTES:
-            yield _save(held, directory / f"part-{count}"), list(held)
-            held, count = {}, count + 1
-    if held:
-        yield _save(held, directory / f"part-{count}"), list(held)
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> Path:
-    save_file(tensors, file, metadata={"format": "pt"})
-    return file
+        _write_json(directory / INDEX, {"metadata": {}, "weight_map": placed})
 
 
 def _write_tokenizer(directory: Path, tokenizer: Tokenizer) -> None:
