@@ -122,23 +122,6 @@ class BlockPool:
             keys.append(block_key(parent, tokens[i * self.block_size : (i + 1) * self.block_size]))
             self.publish(blocks[i], keys[i])
 
-    def clear_cached(self) -> None:
-        """Forgets every cached block (held ones stay)."""
-        while self._idle:
-            block, _ = self._idle.popitem()
-            self._unpublish(block)
-            self._free.append(block)
-
-    def check(self) -> None:
-        """Invariants, for idle time and tests: every block is in exactly one state and the index agrees."""
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & idle, "a block is free and cached"
-        for block in range(self.num_blocks):
-            assert (self._refs[block] == 0) == (block in free or block in idle), f"block {block} lost"
-            assert (block in free) <= (self._keys[block] is None), f"free block {block} is published"
-        assert all(self._keys[block] == key for key, block in self._index.items()), "index and keys disagree"
-
     def _root_of(self, salt: str) -> bytes:
         """The parent of first blocks: who has another salt finds none of them. Fixed lengths before `salt`,
         so that no root and salt look like others."""

@@ -86,6 +86,6 @@ def random_model(
     embed = matrix(config.vocab_size, hidden, hidden**0.5)
     layers = [layer() for _ in range(config.num_layers)]
     head = embed if config.tie_word_embeddings else matrix(config.vocab_size, hidden)
-    table = cos_sin_table(config.inv_freq(), min(max_len, config.max_position)).to(device)
+    table = cos_sin_table(config.rope.inv_freq(config.head_dim), min(max_len, config.max_position)).to(device)
     weights = ModelWeights(embed, layers, norm(hidden), head, table)
-    return LoadedModel(config, weights, dtype, device, f"random-{seed}", "random weights", "none")
+    return LoadedModel(config, weights, dtype, device, f"random-{seed}", "none")

@@ -63,26 +63,24 @@ def load_model(path: str | Path, dtype: str, device: str, max_model_len: int) ->
     place = Path(path)
     config = read_config(place)
     require_context(place, config, max_model_len)
-    source, files, description, dequantiser = _open(place, config)
+    source, files, dequantiser = _open(place, config)
     return LoadedModel(
         config=config,
         weights=assemble(config, source, activation_dtype(dtype), device, max_model_len),
         dtype=activation_dtype(dtype),
         device=device,
         identity=identity_of(config, files),
-        source=description,
         dequantiser=dequantiser,
     )
 
 
-def _open(place: Path, config: ModelConfig) -> tuple[GGUFSource | SafetensorsSource, list[Path], str, str]:
-    """(tensors, weight files, description, dequantiser)."""
+def _open(place: Path, config: ModelConfig) -> tuple[GGUFSource | SafetensorsSource, list[Path], str]:
+    """(tensors, weight files, dequantiser)."""
     if place.is_dir():
         source = SafetensorsSource(place)
-        return source, source.files, f"safetensors directory {place}", "none"
+        return source, source.files, "none"
     opened = GGUFSource(place, config)
-    dequantiser = f"gguf {version('gguf')}" if opened.quantised else "none"
-    return opened, [place], f"GGUF file {place}", dequantiser
+    return opened, [place], f"gguf {version('gguf')}" if opened.quantised else "none"
 
 
 def sampled_identity(path: str | Path) -> str:
@@ -116,6 +114,5 @@ def identity_of(config: ModelConfig, files: Iterable[Path]) -> str:
     for file in files:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()

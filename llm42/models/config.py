@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from llm42.models.rope import RopeSettings
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +36,3 @@ class ModelConfig:
     def longest_context(self) -> int:
         """Positions that the model can be run at."""
         return self.rope.longest_context(self.max_position)
-
-    def inv_freq(self) -> Tensor:
-        """Rotary frequencies, [D/2] float64."""
-        return self.rope.inv_freq(self.head_dim)
-
-    def inv_freq_float32(self, device: str | torch.device) -> Tensor:
-        """The same as an engine computes them that works in float32 on the device, [D/2] float32."""
-        return self.rope.inv_freq_float32(self.head_dim, device)
-
-    @property
-    def attention_factor(self) -> float:
-        """Multiplies the rotary cos and sin; 1 unless YaRN."""
-        return self.rope.attention_factor

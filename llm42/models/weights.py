@@ -6,7 +6,7 @@ stored); weights are then kept in `operators.storage_dtype`: on CPU float32, for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,8 +59,6 @@ class LoadedModel:
     device: str
     identity: str
     """sha256 over the configuration and the content of the weight files."""
-    source: str
-    """Human-readable: file or directory, and its format."""
     dequantiser: str
     """Name and version of the code that expanded quantised weights; "none" where nothing was quantised."""
 
@@ -154,20 +152,17 @@ def assemble(
 
     embed = read("model.embed_tokens.weight")
     layers = [_layer(config, f"model.layers.{index}.", read) for index in range(config.num_layers)]
+    frequencies = config.rope.inv_freq(config.head_dim)
     return ModelWeights(
         embed=embed,
         layers=layers,
         final_norm=read("model.norm.weight"),
         lm_head=embed if config.tie_word_embeddings else read("lm_head.weight"),
-        cos_sin=cos_sin_table(config.inv_freq(), max_model_len, config.attention_factor).to(device),
+        cos_sin=cos_sin_table(frequencies, max_model_len, config.rope.attention_factor).to(device),
     )
 
 
-class _Read(Protocol):
-    def __call__(self, *names: str) -> Tensor: ...
-
-
-def _layer(config: ModelConfig, prefix: str, read: _Read) -> LayerWeights:
+def _layer(config: ModelConfig, prefix: str, read: Callable[..., Tensor]) -> LayerWeights:
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     qkv = [f"{attention}{part}_proj" for part in "qkv"]
     gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]

@@ -174,16 +174,16 @@ class _Drive:
         """What the verifier says of the prompt's own tokens; all of the answer when no token is wanted."""
         owner, stats = self.owner, self.session.stats
         assert owner.verifier is not None
-        scores = await score_prompt(owner.verifier, self.request, self.settings, owner.tracer, stats)
-        self.fingerprint = scores.fingerprint
+        asked = owner.verifier, self.request, self.settings, owner.tracer, stats
+        logprobs, self.fingerprint = await score_prompt(*asked)
         last = not self.request.max_tokens
         return Delta(
             (),
             "",
             finish_reason=FinishReason.LENGTH if last else None,
-            fingerprint=scores.fingerprint,
+            fingerprint=self.fingerprint,
             stats=stats if last else None,
-            prompt_logprobs=scores.logprobs,
+            prompt_logprobs=logprobs,
         )
 
     async def run(self) -> AsyncGenerator[Delta, None]:

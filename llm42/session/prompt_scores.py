@@ -8,7 +8,6 @@ piece costs its own rows and one more; and a try that fails, or is not answered 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from llm42.config import SessionSettings
 from llm42.errors import FingerprintChanged, LLM42Error, VerificationFailed
@@ -19,14 +18,6 @@ from llm42.telemetry.tracing import Tracer
 
 CHUNK = 512
 """Most tokens that are scored in one window: half of a GPU's largest step, some seconds of a CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Of prompt[1:], and the fingerprint that they were all computed under."""
-
-    logprobs: tuple[TokenLogprob, ...]
-    fingerprint: str
 
 
 def scoring_windows(request: Request, chunk: int = CHUNK) -> Iterator[Window]:
@@ -47,8 +38,8 @@ def scoring_windows(request: Request, chunk: int = CHUNK) -> Iterator[Window]:
 
 async def score_prompt(
     client: VerifierClient, request: Request, settings: SessionSettings, tracer: Tracer, stats: RequestStats
-) -> PromptScores:
-    """The prompt's log-probabilities.
+) -> tuple[tuple[TokenLogprob, ...], str]:
+    """The log-probabilities of prompt[1:], and the fingerprint that they were all computed under.
 
     Windows and retries are counted in `stats`. Raises LLM42Error when no try of a window was answered, and
     when the verifiers were replaced meanwhile.
@@ -71,7 +62,7 @@ async def score_prompt(
     finally:
         span.end()
     assert fingerprint is not None
-    return PromptScores(tuple(found), fingerprint)
+    return tuple(found), fingerprint
 
 
 def _scores(window: Window, commit: Commit, fingerprint: str) -> tuple[TokenLogprob, ...]:

@@ -85,8 +85,8 @@ def with_affinity(settings: Settings, model: LoadedModel) -> LoadedModel:
     if settings.verifier.affinity == "none":
         return model
     c, positions = model.config, settings.model.max_model_len
-    inv_freq = c.inv_freq_float32(model.device)
-    table = cos_sin_table_rounded(inv_freq, positions, c.attention_factor, model.dtype)
+    inv_freq = c.rope.inv_freq_float32(c.head_dim, model.device)
+    table = cos_sin_table_rounded(inv_freq, positions, c.rope.attention_factor, model.dtype)
     return replace(model, weights=replace(model.weights, cos_sin=table))
 
 

@@ -9,8 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 from llm42.protocol import SamplingParams
 from llm42.sampling import Draw, Sampled
 
-__all__ = ["PipelinedRunner", "Runner", "Sampled", "SequenceRows"]
-
 
 @dataclass(slots=True)
 class SequenceRows:

@@ -67,9 +67,9 @@ def _model(dtype: torch.dtype, qk_norm: bool = False) -> LoadedModel:
     ]  # fmt: skip
     from llm42_kernels.rotary import cos_sin_table
 
-    table = cos_sin_table(config.inv_freq(), 512)
+    table = cos_sin_table(config.rope.inv_freq(config.head_dim), 512)
     weights = ModelWeights(w(VOCAB, HIDDEN), layers, norm(HIDDEN), w(VOCAB, HIDDEN), table)
-    return LoadedModel(config, weights, dtype, "cpu", "test", "test", "none")
+    return LoadedModel(config, weights, dtype, "cpu", "test", "none")
 
 
 def _widened(model: LoadedModel) -> LoadedModel:
@@ -85,7 +85,7 @@ def _widened(model: LoadedModel) -> LoadedModel:
     ]
     w = model.weights
     wide = ModelWeights(w.embed.float(), layers, w.final_norm.float(), w.lm_head.float(), w.cos_sin)
-    return LoadedModel(model.config, wide, model.dtype, "cpu", "test", "test", "none")
+    return LoadedModel(model.config, wide, model.dtype, "cpu", "test", "none")
 
 
 class Harness:

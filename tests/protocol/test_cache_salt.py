@@ -13,7 +13,7 @@ from llm42.cache import BlockPool
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.machine import Session
 from llm42.session.verify_call import VerifierClient
-from tests.support import Lab, Wrapped, both_engines, collect, differences, request_of, verified
+from tests.support import Lab, Wrapped, both_engines, check_pool, collect, differences, request_of, verified
 
 
 async def told(lab: Lab, request: Request, verifier: object, engine: object) -> tuple[int, int]:
@@ -118,4 +118,4 @@ def test_keys_of_blocks(salts: tuple[str, str]) -> None:
         found, _ = pool.match([1, 2, 3], salt)
         assert found == block
         pool.release(found)
-    pool.check()
+    check_pool(pool)

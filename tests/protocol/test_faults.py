@@ -28,6 +28,7 @@ from tests.support import (
     answer_of,
     both_engines,
     check_blocks,
+    check_pool,
     collect,
     differences,
     request_of,
@@ -60,7 +61,7 @@ def test_a_step_killed_midway_leaves_no_block_behind(lab: Lab) -> None:
         with pytest.raises(VerifierUnavailable, match="planted"):
             answer_of(verifier, window_of(request, []))
         assert verifier.stats().kv_held_blocks == 0
-        verifier._pool.check()
+        check_pool(verifier._pool)
         want = lab.oracle(request)
         commit = answer_of(verifier, window_of(request, [], want.tokens[:9]))
     assert isinstance(commit, Commit)
@@ -113,7 +114,7 @@ def test_a_client_that_leaves_frees_everything_within_a_second(lab: Lab, after: 
         return await asyncio.to_thread(wait_until, lambda: nothing_held(engine, verifier))
 
     assert asyncio.run(several())
-    verifier._pool.check()
+    check_pool(verifier._pool)
     check_blocks(engine)
 
 

@@ -16,7 +16,7 @@ from llm42.verifier.build import build_verifier
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.known_answers import golden_answers, golden_answers_now
 from llm42.verifier.scheduler import Verifier
-from tests.support import Lab, answer_of, request_of, window_of
+from tests.support import Lab, answer_of, check_pool, request_of, window_of
 
 
 def off_by_one_ulp(verifier: Verifier) -> None:
@@ -83,7 +83,7 @@ def test_a_cold_window_takes_nothing_from_the_cache_and_leaves_nothing(lab: Lab)
     assert warm.logprobs != first.logprobs, "the control: the poison is there to be found"
     after = verifier.stats()
     assert after.kv_cached_blocks <= held.kv_cached_blocks
-    verifier._pool.check()
+    check_pool(verifier._pool)
 
 
 def test_an_audit_of_a_request_in_progress_does_not_disturb_it(lab: Lab) -> None:

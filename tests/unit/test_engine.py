@@ -26,7 +26,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Request, SamplingParams
 from llm42.sampling import draw
 from llm42_kernels.cpu import cpu_operators
-from tests.support import Client, prompt_of, write_model
+from tests.support import Client, check_pool, prompt_of, write_model
 
 BLOCK = 16
 
@@ -101,7 +101,7 @@ def drain(engine: TorchEngine, most: int = 3000) -> int:
     for count in range(most):
         if not engine.step():
             return count
-        engine._pool.check()
+        check_pool(engine._pool)
     raise AssertionError("the engine never came to rest")
 
 
@@ -607,7 +607,7 @@ def play(model: LoadedModel, engine: TorchEngine, seed: int) -> tuple[int, int]:
             del clients[name]
         else:
             engine.step()
-            engine._pool.check()
+            check_pool(engine._pool)
     drain(engine)
     wrong = 0
     for request, client, forced_len in clients.values():

@@ -123,8 +123,8 @@ def test_frequencies_equal_those_of_transformers(rope: dict[str, Any], head_dim:
     theirs = tiny_config("llama", head_dim=head_dim, rope_parameters=dict(rope))
     inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, "cpu")
     ours = families.read_config(theirs.to_dict() | {"rope_parameters": rope}, "x")
-    torch.testing.assert_close(ours.inv_freq().float(), inv_freq, rtol=2e-6, atol=0)
-    assert ours.attention_factor == pytest.approx(factor, rel=1e-12)
+    torch.testing.assert_close(ours.rope.inv_freq(ours.head_dim).float(), inv_freq, rtol=2e-6, atol=0)
+    assert ours.rope.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 def test_all_weights_are_rounded_to_the_activation_dtype(tmp_path: Path) -> None:

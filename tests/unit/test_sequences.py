@@ -22,6 +22,7 @@ from llm42.cache import BlockPool, block_key, slot_ids
 from llm42.protocol import SamplingParams, Window
 from llm42.verifier import kv_store as sequences
 from llm42.verifier.kv_store import Sequence, SequenceStore
+from tests.support import check_pool
 
 BLOCKS, SIZE = 9, 4
 PROMPTS = {"a": (0, 1, 0, 1, 1), "b": (0, 1, 0, 1, 0, 0, 1), "c": (0, 1, 0, 1, 1), "d": (1,) * 9}
@@ -185,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_hold_what_their_tokens_say(self) -> None:
-        self.pool.check()
+        check_pool(self.pool)
         self.kv.check_published(self.pool)
         for job in self.active:
             self.kv.check(job.sequence, job.written)

@@ -29,6 +29,7 @@ from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.kv_store import Sequence, SequenceStore
 from llm42.verifier.scheduler import Verifier
+from tests.support import check_pool
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
 
 logging.getLogger("llm42.verifier.scheduler").setLevel(logging.CRITICAL)  # thousands of planted failures
@@ -172,7 +173,7 @@ class VerifierMachine(RuleBasedStateMachine):
     @invariant()
     def memory_is_sound(self) -> None:
         assert self.shadow.violations == []
-        self.verifier._pool.check()
+        check_pool(self.verifier._pool)
 
     def teardown(self) -> None:
         self.shadow.fail_next = False
@@ -656,4 +657,4 @@ def test_what_is_held_for_requests_that_never_come_back_is_freed() -> None:
     verifier.forget_idle(60.0)
     drain(verifier)
     assert list(verifier._store._idle) == ["alive"]
-    verifier._pool.check()
+    check_pool(verifier._pool)

@@ -19,6 +19,7 @@ from llm42.verifier.jobs import Answer
 from llm42.verifier.runner import PipelinedRunner, SequenceRows
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
+from tests.support import check_pool
 
 CONFIG = ModelConfig("llama", 101, 64, 96, 2, 4, 2, 16, 1e-5, RopeSettings(), 256)
 BUCKETS = (4, 16)
@@ -113,7 +114,7 @@ def test_a_failed_step_ends_its_windows_and_no_others(fail_at: int) -> None:
     assert all(_essence(a) == want[i] for i, a in enumerate(answers) if i not in failed)
     again = _answers(verifier, [_windows()[i] for i in failed])
     assert [_essence(a) for a in again] == [want[i] for i in failed], "a retry is answered from a sound cache"
-    verifier._pool.check()
+    check_pool(verifier._pool)
 
 
 def test_closing_settles_what_is_in_flight() -> None:

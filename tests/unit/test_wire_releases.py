@@ -20,7 +20,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Delta, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
-from tests.support import Client, prompt_of, write_model
+from tests.support import Client, check_pool, prompt_of, write_model
 
 FULL = Request("r", (5, 6), 4, SamplingParams(seed=3), stop=("a",), trace="t", cache_salt="salt")
 
@@ -103,6 +103,6 @@ def test_a_request_that_cannot_be_read_ends_alone(model: LoadedModel, field: str
         engine.step()
     assert "AttributeError" in (heard[1].error or "")
     assert [(c.finish, len(c.tokens)) for c in heard[::2]] == [(FinishReason.LENGTH, 4)] * 2
-    engine._pool.check()
+    check_pool(engine._pool)
     load = engine.load()
     assert load.running == load.waiting == load.kv_used == 0

@@ -47,7 +47,7 @@ class TorchEngine:
         assert self._zero_block == [0]
         usual = cuda_operators if model.device.startswith("cuda") else cpu_operators
         self._runner = BatchRunner(model, ops or usual(), self._kv)
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._requests: dict[str, Running] = {}
         self._running: list[Running] = []
         self._waiting: list[Running] = []
@@ -66,7 +66,7 @@ class TorchEngine:
     def close(self) -> None:
         """Ends the loop; requests still running get an error output."""
         self._closed = True
-        self._commands.put(None)
+        self._commands.put(lambda: None)  # wakes the loop
         if self._thread is not None:
             self._thread.join()
 
@@ -142,11 +142,8 @@ class TorchEngine:
         if running is None:
             return
         tokens = [*running.request.prompt, *output]
-        same = 0
-        for a, b in zip(running.tokens, tokens, strict=False):
-            if a != b:
-                break
-            same += 1
+        pairs = enumerate(zip(running.tokens, tokens, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(tokens))
         running.tokens, running.epoch, running.limit, running.parked = tokens, epoch, limit, False
         # the last token's row is always computed: its logits give the next candidate
         self._cut(running, min(running.computed, same, len(tokens) - 1))
@@ -188,9 +185,7 @@ class TorchEngine:
         try:
             while not self._closed:
                 if not self.step():
-                    command = self._commands.get()
-                    if command is not None:
-                        command()
+                    self._commands.get()()
         except Exception:
             log.exception("the engine's loop failed")
         finally:
@@ -252,9 +247,7 @@ class TorchEngine:
 
     def _receive(self) -> None:
         while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
+            self._commands.get()()
 
     def _schedule(self) -> tuple[list[Running], list[tuple[Running, int]]]:
         """Decode rows of everyone who may go on, then prompt chunks up to the budget, oldest first."""

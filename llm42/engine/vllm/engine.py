@@ -265,7 +265,7 @@ class VllmEngine:
     def _take(self, stream: Stream, output: Any) -> bool:
         """vLLM's new tokens (a RequestOutput); False when the attempt must end here."""
         new = output.outputs[0]
-        tokens, finish = new.token_ids, None if new.finish_reason is None else finish_of(new.finish_reason)
+        tokens, finish = new.token_ids, finish_of(new.finish_reason)
         if finish is FinishReason.ABORT:  # not at our word: `attempt` would be another one
             raise _Stopping("it ends its requests")
         if not stream.told:

@@ -115,13 +115,9 @@ def reason_of(error: Exception) -> tuple[str, bool]:
     return f"{type(found).__name__}: {found}", mine
 
 
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-
-
 def finish_of(reason: str | None) -> FinishReason | None:
     """vLLM's finish reason in our form. Raises RuntimeError for one that is an error."""
-    if reason is None:
-        return None
-    if reason not in _FINISH:
-        raise RuntimeError(f"vLLM ended the request: {reason}")
-    return _FINISH[reason]
+    try:
+        return None if reason is None else FinishReason(reason)
+    except ValueError as error:
+        raise RuntimeError(f"vLLM ended the request: {reason}") from error
