@@ -48,7 +48,6 @@ class EngineLoad:
     waiting: int
     kv_used: int
     kv_total: int
-    kv_cached: int = 0
     preemptions: int = 0
     steps: int = 0
 

@@ -202,13 +202,3 @@ def qkv_kernel(
     tl.store(k_cache + target + half, tl.where(bad, float("nan"), high).to(dtype), mask=kv_mask)
     tl.store(v_cache + target, tl.where(bad, 0.0, va).to(dtype), mask=kv_mask)
     tl.store(v_cache + target + half, tl.where(bad, 0.0, vb).to(dtype), mask=kv_mask)
-
-
-@triton.jit
-def embed_kernel(tokens, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows): copies embedding rows."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
-    token = tl.load(tokens + row).to(tl.int64)
-    tl.store(out + row * WIDTH + columns, tl.load(table + token * WIDTH + columns, mask=mask), mask=mask)

@@ -106,7 +106,6 @@ class TorchEngine:
             waiting=len(self._waiting),
             kv_used=(pool.held - 1) * size,
             kv_total=(pool.num_blocks - 1) * size,
-            kv_cached=pool.cached * size,
             preemptions=self._preemptions,
             steps=self._steps,
         )
