@@ -62,7 +62,7 @@ def _section(path: str, section: Section, indent: str) -> Iterator[str]:
             yield from _section(inner, value, indent)
         elif inner not in IN_HTTP_OPTIONS and TEST_PLANT not in field.metadata:
             yield from _comment(field.description, indent)
-            yield f"{indent}{name}: {_shown(None if inner in BY_DEVICE else value)}"
+            yield f"{indent}{name}: {_yaml_value(None if inner in BY_DEVICE else value)}"
 
 
 def _comment(text: str | None, indent: str) -> list[str]:
@@ -76,7 +76,7 @@ def _comment(text: str | None, indent: str) -> list[str]:
     )
 
 
-def _shown(value: Any) -> str:
+def _yaml_value(value: Any) -> str:
     """A default as YAML writes it."""
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True, width=WIDTH).removesuffix("...\n").strip()

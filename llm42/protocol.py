@@ -1,4 +1,5 @@
-"""The messages of the decode-verify-rollback protocol: plain frozen dataclasses, picklable, no behaviour."""
+"""The messages of the decode-verify-rollback protocol: plain dataclasses, all frozen but the counters of
+RequestStats, which every release can unpickle. Nothing is done here but checks of their own values."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def sample_row(
 
 
 def draw(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> int | None:
-    """The drawn token id, or None where `Sampled.finite` is False."""
+    """The drawn token id, or None where `Sampled.finite` is False. logits [V] float32."""
     # the raw maximum too: a ban may hide a NaN or +inf from the draw, but not from the log-probabilities
     if not math.isfinite(logits.max()):
         return None

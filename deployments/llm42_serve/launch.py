@@ -188,11 +188,11 @@ def log_dir() -> str:
 def cause_of(application: Any) -> str:
     """Why an application of Ray Serve (its ApplicationStatusOverview) is not running: in the words of each
     deployment that is not healthy, of a traceback only the exception."""
-    words = (_words(d.message) for d in application.deployments.values() if d.status.value != "HEALTHY")
+    words = (_describe(d.message) for d in application.deployments.values() if d.status.value != "HEALTHY")
     return "; ".join(dict.fromkeys(filter(None, words))) or str(application.message)
 
 
-def _words(message: str) -> str:
+def _describe(message: str) -> str:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", message).splitlines()
     frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
     if frames:

@@ -116,7 +116,8 @@ class Planner:
     _empty: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, ITEM_FIELDS), np.int32))
 
     def plan(self, row0: NDArray[Any], count: NDArray[Any], start: NDArray[Any], table: NDArray[Any]) -> Plan:
-        """Per sequence: first row in the step, number of rows, first position, offset of its block table."""
+        """All [S] int, per sequence: first row in the step, number of rows, first position, offset of its
+        block table."""
         shape, end = self.shape, start + count
         tall, short = shape.large.block_m // shape.group, shape.small.block_m // shape.group
         pieces = int((-(-count // tall) * -(-end // shape.segment)).sum()) * shape.kv_heads

@@ -26,7 +26,7 @@ def kv_write_torch(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache
 
 
 def kv_write_triton(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """The same as one kernel."""
+    """One kernel. k, v [T, Hk, D], slots [T] int, caches [slots, Hk, D]."""
     from llm42_kernels.gpu.elementwise import kv_write_kernel
     from llm42_kernels.gpu.launch import STRICT
 

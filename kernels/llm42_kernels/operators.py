@@ -61,8 +61,8 @@ def storage_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 
 def by_row(operator: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """The provider of last resort for an elementwise operator: one call per row, so the call's shape never
-    changes."""
+    """The provider of last resort for an elementwise operator of x [T, ...]: one call per row, so the call's
+    shape never changes."""
 
     def run(x: Tensor) -> Tensor:
         return torch.cat([operator(row.clone()) for row in torch.split(x, 1)])

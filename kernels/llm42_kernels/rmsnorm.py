@@ -32,14 +32,16 @@ def rms_norm_reference(
 
 
 def rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Plain torch, float32 inside."""
+    """Plain torch, float32 inside. x, residual [T, H], weight [H] -> normed, new residual [T, H] in x's
+    dtype."""
     s = x.float() if residual is None else x.float() + residual.float()
     scale = torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
     return (s * scale * weight.float()).to(x.dtype), s.to(x.dtype)
 
 
 def rms_norm_row(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """One call per leading index: the call's shape never changes."""
+    """Like rms_norm_torch, one call per leading index: the call's shape never changes. x, residual
+    [T, ..., H]."""
     rows = torch.split(x, 1)
     residuals = [None] * len(rows) if residual is None else torch.split(residual, 1)
     out = [

@@ -41,13 +41,13 @@ def rotary_torch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
 
 
 def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in float64."""
+    """rotary_torch in float64. q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D]."""
     cos, sin = cos_sin[positions].double()[:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def rotary_row(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """One call per row: the call's shape never changes."""
+    """rotary_torch, one call per row: the call's shape never changes. q [T, Hq, D], k [T, Hk, D]."""
     rows = zip(torch.split(q, 1), torch.split(k, 1), torch.split(positions, 1), strict=True)
     out = [rotary_torch(a.clone(), b.clone(), p, cos_sin) for a, b, p in rows]
     return torch.cat([a for a, _ in out]), torch.cat([b for _, b in out])
@@ -72,8 +72,8 @@ def _rotate_triton(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def rotary_triton(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes as rotary_torch; a cos and b sin are rounded apart (no fused multiply-add), as plain torch
-    does."""
+    """q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D] float32 -> rotated q, k. a cos and b
+    sin are rounded apart (no fused multiply-add), as plain torch does."""
     return _rotate_triton(q, positions, cos_sin), _rotate_triton(k, positions, cos_sin)
 
 

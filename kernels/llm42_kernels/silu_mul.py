@@ -17,7 +17,7 @@ def silu_mul_reference(x: Tensor) -> Tensor:
 
 
 def silu_mul_torch(x: Tensor) -> Tensor:
-    """Plain torch, float32 inside."""
+    """Plain torch, float32 inside. x [T, 2 I] -> [T, I] in x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
 
@@ -26,14 +26,15 @@ CPU_PROVIDERS = {"torch": silu_mul_torch, "row": by_row(silu_mul_torch)}
 
 
 def silu_mul_triton(x: Tensor) -> Tensor:
-    """One program per piece of a row."""
+    """One program per piece of a row. x [T, 2 I] contiguous -> [T, I]."""
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     launch_silu_mul(x, out)
     return out
 
 
 def silu_mul_library_exp(x: Tensor) -> Tensor:
-    """The same with the exponential of CUDA's library, as a compiled graph calls it."""
+    """silu_mul_triton with the exponential of CUDA's library, as a compiled graph calls it.
+    x [T, 2 I] contiguous -> [T, I]."""
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     launch_silu_mul(x, out, library_exp=True)
     return out

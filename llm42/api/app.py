@@ -27,7 +27,7 @@ from llm42.api.front import Cors, Front
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from llm42.api.keys import KeyGate, KeyPolicy
 from llm42.api.logprobs import require_few
-from llm42.api.plan import plan
+from llm42.api.plan import plan_request
 from llm42.api.render import Renderer
 from llm42.api.reply_writer import ReplyWriter
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
@@ -147,7 +147,7 @@ class _Service:
             # Templates and tokenisers take milliseconds per long prompt: other streams must not wait.
             policy: KeyPolicy = http.state.policy
             wanted = policy.wants_determinism(body, http.headers)
-            made = await asyncio.to_thread(plan, body, self._settings, self._tokenizer, wanted)
+            made = await asyncio.to_thread(plan_request, body, self._settings, self._tokenizer, wanted)
             http.state.request_id = made.id
             require_few(made)
             if made.deterministic:

@@ -22,7 +22,7 @@ from llm42.api.backend import Backend
 from llm42.api.body_limits import ClosedPart, at_most
 from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
 from llm42.api.keys import KeyPolicy
-from llm42.api.plan import plan
+from llm42.api.plan import plan_request
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.question import RequestMaker
@@ -185,7 +185,7 @@ def request_maker(settings: Settings, tokenizer: Tokenizer) -> RequestMaker:
         asked = {**kept, "deterministic": True}
         try:
             kind = ChatBody if "messages" in body else CompletionBody
-            return plan(kind.model_validate(asked), settings, tokenizer).requests
+            return plan_request(kind.model_validate(asked), settings, tokenizer).requests
         except ValidationError as error:
             first = error.errors()[0]
             # an error of the body as a whole names its field beside the place (bodies.about)

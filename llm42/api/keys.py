@@ -28,7 +28,7 @@ HEADER = "X-LLM42-Deterministic"
 """A request's wish for determinism, where its body cannot be changed."""
 OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/openapi.json"})
 """What is answered without a key."""
-_WORDS = {"true": True, "1": True, "false": False, "0": False}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class KeyPolicy:
@@ -52,7 +52,7 @@ class KeyPolicy:
         """
         asked, said = body.asks_for_determinism, headers.get(HEADER)
         if said is not None:
-            word = _WORDS.get(said.strip().lower())
+            word = _BOOLEANS.get(said.strip().lower())
             if word is None:
                 raise RequestRejected(f"{HEADER} must be 'true' or 'false'.", HEADER)
             if asked not in (None, word):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llm42.api.plan import Plan
+from llm42.api.plan import HttpRequestPlan
 from llm42.errors import RequestRejected
 from llm42.protocol import TokenLogprob
 from llm42.receipt import finite
@@ -16,7 +16,7 @@ MAX_LOGPROBS = 65_536
 which looks at each of them, would keep the event loop from its work for longer than 50 ms."""
 
 
-def require_few(plan: Plan) -> None:
+def require_few(plan: HttpRequestPlan) -> None:
     """Refuses a request whose reply could hold more than MAX_LOGPROBS: alternatives + 1 for each token of a
     prompt that has them, and of an output unless it is streamed, where they leave as they come.
     Raises RequestRejected."""

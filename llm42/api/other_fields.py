@@ -59,8 +59,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_cached_tokens_details": (False,), "post_sampling_probs": (False,), "timings_per_token": (False,),
     "return_progress": (False,), "response_fields": ([],),
 }  # fmt: skip
-"""A route that does not implement one of these accepts it with these values only (or null), which change nothing.
-A route that does, as completions do `echo` and chat does `tools`, takes more."""
+"""A route that does not implement one of these accepts it with these values only (or null), which change
+nothing. A route that does, as completions do `echo` and chat does `tools`, takes more."""
 
 _NAMES = {
     "max_new_tokens": "max_tokens", "n_predict": "max_tokens", "num_predict": "max_tokens",
@@ -77,7 +77,8 @@ _NAMES = {
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether this value of a field that its route does not implement may be ignored. 1 is not true, nor 0 false."""
+    """Whether this value of a field that its route does not implement may be ignored. 1 is not true, nor 0
+    false."""
     if value is None or name in HARMLESS:
         return True
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL.get(name, ()))

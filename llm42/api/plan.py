@@ -25,7 +25,7 @@ _SEED_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HttpRequestPlan:
     """One HTTP request: the choices to generate, and what the renderer has to know."""
 
     id: str
@@ -55,9 +55,9 @@ class Plan:
         return choice * len(self.prompts) // len(self.requests)
 
 
-def plan(
+def plan_request(
     body: GenerationBody, settings: Settings, tokenizer: Tokenizer, deterministic: bool | None = None
-) -> Plan:
+) -> HttpRequestPlan:
     """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served.
 
     deterministic: what policy has made of the body's field; None: the field, else the server's default.
@@ -103,7 +103,7 @@ def plan(
         for number, (prompt, choice) in enumerate(product(prompts, range(body.n or 1)))
     ]
     echoed = body if isinstance(body, CompletionBody) and body.echo else None
-    return Plan(
+    return HttpRequestPlan(
         id=unique,
         created=int(time.time()),
         chat=chat,

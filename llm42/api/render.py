@@ -8,7 +8,7 @@ from typing import Any
 
 from llm42.api.deltas import merge
 from llm42.api.logprobs import LogprobWriter
-from llm42.api.plan import Plan
+from llm42.api.plan import HttpRequestPlan
 from llm42.errors import FingerprintChanged
 from llm42.protocol import Delta, RequestStats, TokenLogprob
 from llm42.receipt import Answered, Keyring, make_receipt
@@ -42,7 +42,9 @@ class _Choice:
 class Renderer:
     """Holds what one HTTP request has produced so far. Not shared between requests."""
 
-    def __init__(self, plan: Plan, model: str, tokens: Tokenizer, keyring: Keyring | None = None) -> None:
+    def __init__(
+        self, plan: HttpRequestPlan, model: str, tokens: Tokenizer, keyring: Keyring | None = None
+    ) -> None:
         self._plan, self._model, self._writer = plan, model, LogprobWriter(tokens)
         self._choices = [
             _Choice(size=len(r.prompt) * plan.return_token_ids, text_offset=plan.echo_start)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm42.api.asgi import ClientGone, until_disconnect
 from llm42.api.errors import Errors, status_of
-from llm42.api.plan import Plan
+from llm42.api.plan import HttpRequestPlan
 from llm42.api.render import Renderer
 from llm42.api.reply_writer import DONE, HEARTBEAT, ReplyWriter, event
 from llm42.protocol import Delta
@@ -48,7 +48,12 @@ async def end(first: First, pieces: Pieces) -> None:
 
 
 async def events_of(
-    made: Plan, renderer: Renderer, first: First, pieces: Pieces, writer: ReplyWriter, answers: Errors
+    made: HttpRequestPlan,
+    renderer: Renderer,
+    first: First,
+    pieces: Pieces,
+    writer: ReplyWriter,
+    answers: Errors,
 ) -> AsyncGenerator[str, None]:
     """Server-sent events: chunks, then usage if asked for, or one error event; `[DONE]` always comes last."""
     try:

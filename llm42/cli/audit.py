@@ -77,7 +77,7 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
     if options.require_signature:
         findings = [_signed(f) for f in findings]
     findings.sort(key=lambda f: (f.line, f.choice))
-    return _told(findings, summary(findings, began), options.as_json)
+    return _print_report(findings, summary(findings, began), options.as_json)
 
 
 async def _replayed(
@@ -120,7 +120,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 2 if verdicts else 0
 
 
-def _told(findings: Sequence[Finding], counted: dict[str, Any], as_json: bool) -> int:
+def _print_report(findings: Sequence[Finding], counted: dict[str, Any], as_json: bool) -> int:
     code, odd = exit_code(findings), [f for f in findings if f.verdict != Verdict.CONFIRMED]
     if as_json:
         print(json.dumps({"exit_code": code, **counted, "findings": [f.to_json() for f in odd]}))
@@ -150,8 +150,8 @@ def _line(finding: Finding) -> str:
     if finding.choice:
         parts.append(f"choice {finding.choice}")
     if finding.id and not finding.id.startswith("line "):
-        parts.append(_shown(finding.id))
-    text = f"{', '.join(parts)}: {finding.verdict.value.replace('_', ' ')}: {_shown(finding.reason)}"
+        parts.append(_printable(finding.id))
+    text = f"{', '.join(parts)}: {finding.verdict.value.replace('_', ' ')}: {_printable(finding.reason)}"
     if (d := finding.difference) is not None:
         text += f"\n    recorded: token {d.recorded_token}, log-probability {_number(d.recorded_logprob)}"
         if d.recorded_token != d.canonical_token:
@@ -159,11 +159,11 @@ def _line(finding: Finding) -> str:
         text += f"\n    canonical: token {d.canonical_token}, log-probability {_number(d.canonical_logprob)}"
     for name, (theirs, ours) in finding.fields.items():
         values = f"{theirs!r} in the answer's manifest, {ours!r} in the verifier's"
-        text += f"\n    {_shown(name)}: {_shown(values)}"
+        text += f"\n    {_printable(name)}: {_printable(values)}"
     return text
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """What a record or a server says, in one line that any terminal takes: control characters, and what the
     terminal's encoding lacks, are spelled out."""
     plain = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

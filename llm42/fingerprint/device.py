@@ -55,7 +55,7 @@ def device_facts(device: str, threads: int) -> dict[str, Any]:
 
 
 def table_digest(table: Tensor) -> str:
-    """Of the rotary table, which a GPU's model may have from the host's CPU: 16 hex digits."""
+    """Of the rotary table [P, D], which a GPU's model may have from the host's CPU: 16 hex digits."""
     return hashlib.sha256(table.contiguous().cpu().numpy().tobytes()).hexdigest()[:16]
 
 

@@ -118,7 +118,7 @@ def _compare(operator: str, place: str, start: int, a: Tensor, b: Tensor) -> Ope
 def canonical_records(
     settings: Settings, model: LoadedModel, manifest: Mapping[str, Any], tokens: Sequence[int]
 ) -> list[tuple[str, str, tuple[Tensor, ...]]]:
-    """The verifier's side: outputs for all rows of the sequence."""
+    """The verifier's side: operator, place and outputs [T, ...] for all T rows of the sequence."""
     parts, bucket = canonical_set(manifest["providers"]), manifest["reference_rows"]
     recorder, c, size = Recorder(model, parts.ops), model.config, settings.verifier.block_size
     blocks = -(-len(tokens) // size)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 DELTA_S = 0.0004
 """A replica sends at most one best-effort delta per so many seconds: each costs its process about half of
 that on the way to the client, and decoding needs the other half."""
-WHOLE_S = 5.0
+KEEP_ALIVE_S = 5.0
 """Time between the deltas of a request whose client waits for the whole reply: they are keep-alives."""
 
 
@@ -91,8 +91,8 @@ class Generator:
                     yield delta
                 if failed is not None and finish is None:
                     require_no_error(failed)
-                if finish is None and (hold_s := self._hold_s(request)):
-                    await inbox.wait(NONE, hold_s)
+                if finish is None and (delay_s := self._text_delay_s(request)):
+                    await inbox.wait(NONE, delay_s)
         finally:
             self._streams -= request.stream
             self.engine.abort(request.request_id)
@@ -108,9 +108,9 @@ class Generator:
         interval_s = self.settings.server.stream_interval_s
         if not interval_s:
             return 0.0
-        return max(interval_s, self._streams * DELTA_S) if request.stream else max(interval_s, WHOLE_S)
+        return max(interval_s, self._streams * DELTA_S) if request.stream else max(interval_s, KEEP_ALIVE_S)
 
-    def _hold_s(self, request: Request) -> float:
+    def _text_delay_s(self, request: Request) -> float:
         """How long tokens wait before their text is made. Not at all where there are stop strings: one must
         be seen at once, or its request decodes on. The caller joins such deltas afterwards."""
         return 0.0 if request.stop else self.pause_s(request)
@@ -150,7 +150,7 @@ class _Drive:
         self.fingerprint = request.fingerprint
         self.counted = RequestStats()
         self.cached_tokens: int | None = None
-        """What the engine had in its cache, until a delta has told."""
+        """What the engine had in its cache, until a delta has reported it."""
 
     def close(self) -> None:
         """Frees the engine's and the verifier's share; safe at any moment."""

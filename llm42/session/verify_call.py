@@ -61,27 +61,27 @@ async def _once(
     client: VerifierClient, window: Window, timeout_s: float, tracer: Tracer, trace: str
 ) -> tuple[Commit | LLM42Error, Again]:
     """The commit or the error that came of one try. trace: what the call's span belongs to."""
-    span, told = tracer.start("verify", trace), dict[str, Any](error="cancelled")
+    span, attributes = tracer.start("verify", trace), dict[str, Any](error="cancelled")
     try:
         async with asyncio.timeout(timeout_s):
             (answer,) = await client.verify([window])
         if isinstance(answer, Commit):
-            told = asdict(answer.timings)
+            attributes = asdict(answer.timings)
             return answer, Again.NO
-        failed, told = VerificationFailed(answer.message), {"error": answer.code}
+        failed, attributes = VerificationFailed(answer.message), {"error": answer.code}
         failed.code = answer.code
         return failed, Again.NO
     except (VerifierUnavailable, Overloaded) as failure:
-        told = {"error": failure.code}
+        attributes = {"error": failure.code}
         # not Overloaded itself: that would mean "refused before any token"
         again = Again.COUNTED if isinstance(failure, StepFailed) else Again.FREE
         return VerifierUnavailable(str(failure)), again
     except TimeoutError:
-        told = {"error": "timeout"}
+        attributes = {"error": "timeout"}
         return VerifierUnavailable(f"no answer from the verifier in {timeout_s:g} s"), Again.COUNTED
     except Exception as failure:  # a bug, but the client must hear of it
         log.exception("verify call failed")
-        told = {"error": type(failure).__name__}
+        attributes = {"error": type(failure).__name__}
         return VerificationFailed(f"{type(failure).__name__}: {failure}"), Again.NO
     finally:
-        span.end(**told)
+        span.end(**attributes)

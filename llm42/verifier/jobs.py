@@ -8,7 +8,7 @@ from typing import Any
 
 from llm42.protocol import Commit, Failure, Window
 from llm42.sampling import Sampled
-from llm42.verifier.kv_store import Sequence
+from llm42.verifier.kv_store import HeldKV
 from llm42.verifier.runner import SequenceRows
 
 Answer = Commit | Failure
@@ -23,7 +23,7 @@ class Job:
     future: Future[Answer]
     arrived: float
     started: float = 0.0
-    sequence: Sequence | None = None
+    sequence: HeldKV | None = None
     next: int = 0
     issued: int = 0
     cached: int = 0
@@ -60,7 +60,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step that runs, or that a pipelined runner has queued."""
 
     plan: list[tuple[Job, int]]

@@ -18,7 +18,7 @@ from llm42.protocol import Window
 
 
 @dataclass(slots=True)
-class Sequence:
+class HeldKV:
     """KV of one request: positions [0, computed) are written for tokens[:computed] in `blocks`."""
 
     request_id: str
@@ -31,13 +31,13 @@ class Sequence:
     """Under which its blocks are found and published."""
 
 
-class SequenceStore:
+class KVStore:
     """Idle sequences by request id over a block pool. One owner thread."""
 
     def __init__(self, pool: BlockPool, copy_block: Callable[[int, int], None]) -> None:
         self.pool = pool
         self._copy_block = copy_block
-        self._idle: OrderedDict[str, Sequence] = OrderedDict()
+        self._idle: OrderedDict[str, HeldKV] = OrderedDict()
 
     @property
     def idle(self) -> int:
@@ -48,13 +48,13 @@ class SequenceStore:
         """Whether the window could ever be admitted."""
         return self._blocks_for(window) <= self.pool.num_blocks
 
-    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
         already there: nothing, when `cold`."""
         if cold:
             needed, tokens = self._blocks_for(window), [*window.tokens, *window.candidates]
             free = self._make_room(needed)
-            return Sequence(window.request_id, tokens, self.pool.acquire(needed)) if free else None
+            return HeldKV(window.request_id, tokens, self.pool.acquire(needed)) if free else None
         sequence = self._idle.pop(window.request_id, None)
         if sequence is not None and sequence.salt != window.cache_salt:  # a request with another's id
             self.pool.release(sequence.blocks)
@@ -86,14 +86,14 @@ class SequenceStore:
         sequence.tokens, sequence.computed = tokens, valid
         return sequence
 
-    def settle(self, sequence: Sequence, committed: int) -> None:
+    def settle(self, sequence: HeldKV, committed: int) -> None:
         """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""
         sequence.computed = committed
         self._cut(sequence, committed)
         self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, committed, sequence.salt)
         self._keep(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: HeldKV) -> None:
         """Gives up a sequence whose blocks may be half written: nothing of it is published."""
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.keys, sequence.computed = [], [], 0
@@ -109,18 +109,18 @@ class SequenceStore:
         for request_id in [r for r, s in self._idle.items() if s.idle_since < moment]:
             self.release(request_id)
 
-    def _from_cache(self, window: Window) -> Sequence:
+    def _from_cache(self, window: Window) -> HeldKV:
         blocks, keys = self.pool.match(window.tokens[:-1], window.cache_salt)
         covered = len(blocks) * self.pool.block_size
         tokens = list(window.tokens)
-        return Sequence(window.request_id, tokens, blocks, keys, covered, salt=window.cache_salt)
+        return HeldKV(window.request_id, tokens, blocks, keys, covered, salt=window.cache_salt)
 
-    def _keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: HeldKV) -> None:
         self.release(sequence.request_id)  # a retried window may have left an older one
         sequence.idle_since = time.monotonic()
         self._idle[sequence.request_id] = sequence
 
-    def _cut(self, sequence: Sequence, length: int) -> None:
+    def _cut(self, sequence: HeldKV, length: int) -> None:
         keep = -(-length // self.pool.block_size)
         self.pool.release(sequence.blocks[keep:])
         del sequence.blocks[keep:], sequence.tokens[length:]

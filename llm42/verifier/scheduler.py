@@ -15,8 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,8 +23,8 @@ from llm42.cache import BlockPool
 from llm42.errors import LLM42Error, Overloaded, StepFailed, VerifierUnavailable
 from llm42.protocol import Commit, Failure, VerifyTimings, Window
 from llm42.sampling import Sampled
-from llm42.verifier.jobs import Answer, Flight, Job, VerifierStats
-from llm42.verifier.kv_store import SequenceStore
+from llm42.verifier.jobs import Answer, Job, StepInFlight, VerifierStats
+from llm42.verifier.kv_store import KVStore
 from llm42.verifier.refusal import refusal_of
 from llm42.verifier.runner import PipelinedRunner, Runner
 
@@ -40,7 +39,7 @@ class Verifier:
         runner: Runner,
         pool: BlockPool,
         *,
-        buckets: Seq[int],
+        buckets: Sequence[int],
         max_len: int,
         vocab_size: int,
         fingerprint: str,
@@ -53,8 +52,8 @@ class Verifier:
         self.fingerprint, self.manifest = fingerprint, manifest or {}
         self._runner, self._pool = runner, pool
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
-        self._flight: Flight | None = None
-        self._store = SequenceStore(pool, runner.copy_block)
+        self._in_flight: StepInFlight | None = None
+        self._store = KVStore(pool, runner.copy_block)
         self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
         self._max_waiting = max_waiting
         self._inbox: queue.SimpleQueue[Job | str | float | None] = queue.SimpleQueue()
@@ -69,7 +68,7 @@ class Verifier:
         self._settled = 0.0
         self._working_since: float | None = None
         self.on_step: Callable[[float], None] = lambda _: None
-        """Told how long each step took, in seconds, on the step thread; must not raise."""
+        """Called with the seconds of each step, on the step thread; must not raise."""
 
     # ---- front, any thread
 
@@ -122,11 +121,11 @@ class Verifier:
         """Windows that wait to be admitted."""
         return self._entering + len(self._waiting)
 
-    async def verify(self, windows: Seq[Window], cold: bool = False) -> list[Answer]:
+    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
         """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
         return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
 
-    def _submit_all(self, windows: Seq[Window], cold: bool) -> list[Future[Answer]]:
+    def _submit_all(self, windows: Sequence[Window], cold: bool) -> list[Future[Answer]]:
         """All or none: when one is refused, those before it are not computed for nobody."""
         futures: list[Future[Answer]] = []
         try:
@@ -166,8 +165,8 @@ class Verifier:
                 if not self.step():
                     self._working_since = None
                     self._receive(self._inbox.get())
-            if self._flight is not None:
-                self._land(self._flight)
+            if self._in_flight is not None:
+                self._collect(self._in_flight)
         except Exception:
             log.exception("the verifier's loop failed")
         finally:
@@ -183,25 +182,25 @@ class Verifier:
         self._admit()
         plan = self._plan()
         rows = sum(count for _, count in plan)
-        before, self._flight = self._flight, None
+        before, self._in_flight = self._in_flight, None
         if before is not None and rows < self._buckets[-1]:
-            self._land(before)
+            self._collect(before)
             return True
         if plan:
-            self._launch(plan, rows)
+            self._dispatch(plan, rows)
         if before is not None:
-            self._land(before)
+            self._collect(before)
         return bool(plan)
 
-    def _launch(self, plan: list[tuple[Job, int]], rows: int) -> None:
-        flight = Flight(plan, rows, next(b for b in self._buckets if b >= rows), time.monotonic())
+    def _dispatch(self, plan: list[tuple[Job, int]], rows: int) -> None:
+        flight = StepInFlight(plan, rows, next(b for b in self._buckets if b >= rows), time.monotonic())
         sequences = [job.rows(count) for job, count in plan]
         for job, count in plan:
             job.issued += count
         try:
             if self._pipelined is not None:
                 flight.pending = self._pipelined.begin(flight.bucket, sequences)
-                self._flight = flight
+                self._in_flight = flight
                 return
             results = self._runner.step(flight.bucket, sequences)
         except Exception as error:
@@ -209,7 +208,7 @@ class Verifier:
             return
         self._settle(flight, results)
 
-    def _land(self, flight: Flight) -> None:
+    def _collect(self, flight: StepInFlight) -> None:
         assert self._pipelined is not None
         try:
             results = self._pipelined.finish(flight.pending)
@@ -218,7 +217,7 @@ class Verifier:
             return
         self._settle(flight, results)
 
-    def _settle(self, flight: Flight, results: list[list[Sampled]]) -> None:
+    def _settle(self, flight: StepInFlight, results: list[list[Sampled]]) -> None:
         now, stats = time.monotonic(), self._stats
         seconds, self._settled = now - max(flight.began, self._settled), now
         stats.steps += 1

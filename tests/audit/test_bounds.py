@@ -41,7 +41,6 @@ def with_audit(settings: Settings, **changes: Any) -> Settings:
 
 
 # ---- the verifiers' queue
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("waiting", "calls", "most"), [(256, 2, 64), (256, 1, 128), (3, 2, 1)])
@@ -91,7 +90,6 @@ async def test_an_answer_of_many_windows_is_sent_in_pieces(
 
 
 # ---- records and choices
-# -------------------------------------------------------------------------------------------
 
 
 def exchange(choices: int, **more: Any) -> dict[str, Any]:
@@ -116,13 +114,13 @@ async def test_a_record_is_planned_once(
 ) -> None:
     """Not once for each choice: templates and tokenisers take their time."""
     made: list[Any] = []
-    plan = audit_api.plan
+    plan = audit_api.plan_request
 
     def counted(body: Any, *more: Any) -> Any:
         made.append(body)
         return plan(body, *more)
 
-    monkeypatch.setattr(audit_api, "plan", counted)
+    monkeypatch.setattr(audit_api, "plan_request", counted)
     async with client(lab, settings) as (http, _):
         await audit(
             http, [exchange(6), exchange(3, seed=1), exchange(2, top_k=5), exchange(4, model="large")]
@@ -138,7 +136,6 @@ def test_a_clients_calls_are_small_in_answers_too() -> None:
 
 
 # ---- answers that are generated again
-# -------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -55,8 +55,8 @@ def _essence(answer: Any) -> tuple[Any, ...]:
 
 def test_pipelined_and_single_steps_answer_alike() -> None:
     got, flights = _verifier(False), []
-    land = got._land
-    got._land = lambda flight: (flights.append(flight), land(flight))[1]  # type: ignore[method-assign]
+    collect = got._collect
+    got._collect = lambda flight: (flights.append(flight), collect(flight))[1]  # type: ignore[method-assign]
     windows = _windows()
     with_two = [_essence(a) for a in _run(got, windows)]
     with_one = [_essence(a) for a in _run(_verifier(True), windows)]

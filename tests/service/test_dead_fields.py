@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llm42.api.plan import plan
+from llm42.api.plan import plan_request
 from llm42.api.requests import CompletionBody
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ async def test_it_does_through_engine_and_verifier(lab: Lab, deterministic: bool
         asked = {"logit_bias": {"1": 100}, "stop": [stop], "include_stop_str_in_output": include}
         fields = {"model": "tiny", "prompt": "hello", "max_tokens": 6, "temperature": 0, **asked}
         body = CompletionBody.model_validate(fields | {"deterministic": deterministic})
-        answer = await collect(generator, plan(body, lab.settings, lab.tokenizer).requests[0])
+        answer = await collect(generator, plan_request(body, lab.settings, lab.tokenizer).requests[0])
         found.append((answer.tokens, answer.text, answer.finish))
     assert found == [((1,), "", FinishReason.STOP), ((1,) * 6, "", FinishReason.LENGTH)]
 

@@ -12,7 +12,7 @@ import pytest
 from llm42.api import render
 from llm42.api.app import create_app
 from llm42.api.deltas import merge
-from llm42.api.plan import plan
+from llm42.api.plan import plan_request
 from llm42.api.requests import CompletionBody
 from llm42.errors import Overloaded, RequestRejected, VerifierUnavailable
 from llm42.protocol import Delta, FinishReason, Request
@@ -116,15 +116,15 @@ def test_a_hopelessly_long_text_is_not_encoded(tokenizer: Tokenizer, monkeypatch
     encoded: list[int] = []
     monkeypatch.setattr(Tokenizer, "encode", lambda _, text, **__: encoded.append(len(text)) or [1])
     with pytest.raises(RequestRejected, match="cannot fit"):
-        plan(CompletionBody(**completion(prompt="word " * 10**6)), SETTINGS, tokenizer)
+        plan_request(CompletionBody(**completion(prompt="word " * 10**6)), SETTINGS, tokenizer)
     assert encoded == []
-    plan(CompletionBody(**completion(prompt=" " * 10**6)), SETTINGS, tokenizer)
+    plan_request(CompletionBody(**completion(prompt=" " * 10**6)), SETTINGS, tokenizer)
     assert encoded == [10**6]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_replica_is_told_whether_the_client_reads_along(stream: bool, tokenizer: Tokenizer) -> None:
-    (request,) = plan(CompletionBody(**completion(stream=stream)), SETTINGS, tokenizer).requests
+    (request,) = plan_request(CompletionBody(**completion(stream=stream)), SETTINGS, tokenizer).requests
     assert request.stream is stream
 
 

@@ -14,7 +14,7 @@ import pytest
 from llm42.api.app import create_app
 from llm42.api.audit_routes import LimitedAnswers
 from llm42.api.keys import KeyPolicy
-from llm42.api.plan import plan
+from llm42.api.plan import plan_request
 from llm42.api.requests import CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, Request
@@ -78,7 +78,7 @@ def test_the_salt_is_all_that_it_changes(tokenizer: Tokenizer) -> None:
     """Prompt, sampling, seeds: what a request says is the same."""
     fields = completion(n=2, deterministic=True, temperature=0.7)
     with_salt, without = (
-        plan(CompletionBody.model_validate(fields | more), OPEN, tokenizer).requests
+        plan_request(CompletionBody.model_validate(fields | more), OPEN, tokenizer).requests
         for more in ({"cache_salt": "s"}, {})
     )
     for a, b in zip(with_salt, without, strict=True):

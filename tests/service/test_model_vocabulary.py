@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llm42.api.plan import Plan, plan
+from llm42.api.plan import HttpRequestPlan, plan_request
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
 from llm42.audit.question import Questions
 from llm42.audit.records import Claim
@@ -72,9 +72,9 @@ def loaded(settings: Settings) -> Loaded:
     return load_for(settings)
 
 
-def planned(settings: Settings, tokenizer: Tokenizer, body: dict[str, Any]) -> Plan:
+def planned(settings: Settings, tokenizer: Tokenizer, body: dict[str, Any]) -> HttpRequestPlan:
     kind: type[GenerationBody] = ChatBody if "messages" in body else CompletionBody
-    return plan(kind.model_validate({"model": MODEL, **body}), settings, tokenizer)
+    return plan_request(kind.model_validate({"model": MODEL, **body}), settings, tokenizer)
 
 
 async def answer(settings: Settings, loaded: Loaded, request: Request) -> tuple[list[int], str]:

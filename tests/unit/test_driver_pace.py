@@ -103,7 +103,7 @@ async def test_many_streams_are_passed_on_less_often() -> None:
     made._streams = 500
     assert alone == 0.01
     assert made.pause_s(REQUEST) == pytest.approx(0.2)
-    assert made._hold_s(replace(REQUEST, stop=("x",))) == 0.0
+    assert made._text_delay_s(replace(REQUEST, stop=("x",))) == 0.0
 
 
 class EndsEarly(Inbox):
@@ -166,7 +166,7 @@ async def test_an_error_comes_after_the_tokens_before_it() -> None:
 
 async def _decoded_past_a_stop(monkeypatch: pytest.MonkeyPatch, pause_s: float | None) -> int:
     if pause_s is not None:
-        monkeypatch.setattr(Generator, "_hold_s", lambda _self, _request: pause_s)
+        monkeypatch.setattr(Generator, "_text_delay_s", lambda _self, _request: pause_s)
     engine = Metronome()
     deltas = await run(replace(REQUEST, max_tokens=400, stop=("<7>",)), 0.5, engine)
     assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(7))

@@ -4,7 +4,7 @@ say, under random windows, retries, failed steps and evictions; broken stores ar
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from llm42.cache import BlockPool, block_key, slot_ids
 from llm42.protocol import SamplingParams, Window
 from llm42.verifier import kv_store as sequences
-from llm42.verifier.kv_store import Sequence, SequenceStore
+from llm42.verifier.kv_store import HeldKV, KVStore
 from tests.support import check_pool
 
 BLOCKS, SIZE = 9, 4
@@ -29,7 +29,7 @@ PROMPTS = {"a": (0, 1, 0, 1, 1), "b": (0, 1, 0, 1, 0, 0, 1), "c": (0, 1, 0, 1, 1
 """Requests that share a first block; two have the same prompt, so the same whole output."""
 
 
-def true_token(tokens: Seq[int]) -> int:
+def true_token(tokens: Sequence[int]) -> int:
     return hashlib.sha256(bytes(tokens)).digest()[0] % 2
 
 
@@ -40,13 +40,13 @@ class SimulatedKV:
         self.slots: dict[int, tuple[int, ...]] = {}
         self.copies = 0
 
-    def write(self, sequence: Sequence, start: int, count: int) -> None:
+    def write(self, sequence: HeldKV, start: int, count: int) -> None:
         for p, slot in zip(
             range(start, start + count), slot_ids(sequence.blocks, start, count, SIZE), strict=True
         ):
             self.slots[slot] = tuple(sequence.tokens[: p + 1])
 
-    def check(self, sequence: Sequence, length: int) -> None:
+    def check(self, sequence: HeldKV, length: int) -> None:
         """Positions [0, length) of a sequence hold what its tokens say."""
         for p, slot in enumerate(slot_ids(sequence.blocks, 0, length, SIZE)):
             assert self.slots.get(slot) == tuple(sequence.tokens[: p + 1]), f"wrong KV at position {p}"
@@ -76,18 +76,18 @@ class Active:
     """A window in flight; rows [sequence.computed, written) are computed."""
 
     window: Window
-    sequence: Sequence
+    sequence: HeldKV
     written: int
 
 
-def window(name: str, tokens: Seq[int], candidates: Seq[int] = ()) -> Window:
+def window(name: str, tokens: Sequence[int], candidates: Sequence[int] = ()) -> Window:
     return Window(name, tuple(tokens), 1, tuple(candidates), SamplingParams())
 
 
 class StoreMachine(RuleBasedStateMachine):
     """Windows of four requests, as a verifier handles them."""
 
-    make: type[SequenceStore] = SequenceStore
+    make: type[KVStore] = KVStore
     make_pool: type[BlockPool] = BlockPool
 
     def __init__(self) -> None:
@@ -222,48 +222,48 @@ class NothingIsShared(BlockPool):
         return False
 
 
-class CopiesNothing(SequenceStore):
+class CopiesNothing(KVStore):
     """Goes on in a fresh block without the rows that were kept."""
 
     def __init__(self, pool: BlockPool, copy_block: object) -> None:
         super().__init__(pool, lambda source, target: None)
 
 
-class KeepsStaleKeys(SequenceStore):
+class KeepsStaleKeys(KVStore):
     """Forgets to cut the key chain with the tokens."""
 
-    def _cut(self, sequence: Sequence, length: int) -> None:
+    def _cut(self, sequence: HeldKV, length: int) -> None:
         keys = list(sequence.keys)
         super()._cut(sequence, length)
         sequence.keys[:] = keys
 
 
-class PublishesWhenDiscarded(SequenceStore):
+class PublishesWhenDiscarded(KVStore):
     """Publishes a failed step's blocks."""
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: HeldKV) -> None:
         self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, len(sequence.tokens))
         super().discard(sequence)
 
 
-class ForgetsTheOlder(SequenceStore):
+class ForgetsTheOlder(KVStore):
     """A retried window's second settlement leaks the first one's blocks."""
 
-    def _keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: HeldKV) -> None:
         self._idle[sequence.request_id] = sequence
 
 
-class TakesTheLastRowFromTheCache(SequenceStore):
+class TakesTheLastRowFromTheCache(KVStore):
     """Does not compute the row before the first candidate again."""
 
-    def admit(self, sent: Window) -> Sequence | None:
+    def admit(self, sent: Window) -> HeldKV | None:
         sequence = super().admit(sent)
         if sequence is not None and sequence.computed == len(sent.tokens) - 1:
             sequence.computed += 1
         return sequence
 
 
-class TakesWhatThereIs(SequenceStore):
+class TakesWhatThereIs(KVStore):
     """Admits a part of a window."""
 
     def _make_room(self, blocks: int) -> bool:
@@ -301,7 +301,7 @@ def assert_noticed(machine: type[StoreMachine]) -> None:
         TakesWhatThereIs,
     ],
 )
-def test_control_broken_stores_are_noticed(broken: type[SequenceStore]) -> None:
+def test_control_broken_stores_are_noticed(broken: type[KVStore]) -> None:
     class Broken(StoreMachine):
         make = broken
 
@@ -328,12 +328,14 @@ class Verifier:
 
     def __init__(self, blocks: int = 8) -> None:
         self.kv, self.pool = SimulatedKV(), BlockPool(blocks, SIZE, root=b"fp")
-        self.store = SequenceStore(self.pool, self.kv.copy_block)
+        self.store = KVStore(self.pool, self.kv.copy_block)
 
-    def admit(self, name: str, tokens: Seq[int], candidates: Seq[int] = ()) -> Sequence | None:
+    def admit(self, name: str, tokens: Sequence[int], candidates: Sequence[int] = ()) -> HeldKV | None:
         return self.store.admit(window(name, tokens, candidates))
 
-    def answer(self, name: str, tokens: Seq[int], candidates: Seq[int] = (), accepted: int = 0) -> int:
+    def answer(
+        self, name: str, tokens: Sequence[int], candidates: Sequence[int] = (), accepted: int = 0
+    ) -> int:
         """Returns how many rows came from the cache."""
         sequence = self.admit(name, tokens, candidates)
         assert sequence is not None

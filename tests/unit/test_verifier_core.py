@@ -27,7 +27,7 @@ from llm42.errors import Overloaded, StepFailed, VerifierUnavailable
 from llm42.host.threads import set_threads
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.jobs import Answer, Job
-from llm42.verifier.kv_store import Sequence, SequenceStore
+from llm42.verifier.kv_store import HeldKV, KVStore
 from llm42.verifier.scheduler import Verifier
 from tests.support import check_pool
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
@@ -39,7 +39,7 @@ ROOM = BLOCKS * SIZE
 
 def verifier_of(
     runner: type[ShadowRunner] = ShadowRunner,
-    store: type[SequenceStore] = SequenceStore,
+    store: type[KVStore] = KVStore,
     make: type[Verifier] = Verifier,
     blocks: int = BLOCKS,
     buckets: tuple[int, ...] = (2, 4),
@@ -86,7 +86,7 @@ class VerifierMachine(RuleBasedStateMachine):
     """Requests come, send windows, lose answers, retry, end; steps fail now and then."""
 
     runner: type[ShadowRunner] = ShadowRunner
-    store: type[SequenceStore] = SequenceStore
+    store: type[KVStore] = KVStore
     verifier_type: type[Verifier] = Verifier
 
     def __init__(self) -> None:
@@ -209,10 +209,10 @@ TestPipelinedVerifier.settings = LONG
 # ---- broken versions: the same machine must notice each
 
 
-class TrustsTheOldTokens(SequenceStore):
+class TrustsTheOldTokens(KVStore):
     """Takes a kept sequence for valid up to the window's start without comparing tokens."""
 
-    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
         kept = self._idle.get(window.request_id)
         if kept is not None:
             tokens = [*window.tokens, *window.candidates]
@@ -221,10 +221,10 @@ class TrustsTheOldTokens(SequenceStore):
         return super().admit(window, cold)
 
 
-class WritesPublishedBlocks(SequenceStore):
+class WritesPublishedBlocks(KVStore):
     """No copy before going on inside a published block."""
 
-    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
         is_published, self.pool.is_published = self.pool.is_published, lambda _: False  # type: ignore[method-assign]
         try:
             return super().admit(window, cold)
@@ -232,31 +232,31 @@ class WritesPublishedBlocks(SequenceStore):
             self.pool.is_published = is_published  # type: ignore[method-assign]
 
 
-class LeaksOnFailure(SequenceStore):
+class LeaksOnFailure(KVStore):
     """A failed step's blocks stay held."""
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: HeldKV) -> None:
         sequence.blocks, sequence.keys, sequence.computed = [], [], 0
 
 
-class KeepsHalfWrittenBlocks(SequenceStore):
+class KeepsHalfWrittenBlocks(KVStore):
     """A failed step's sequence is kept as if it had been computed."""
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: HeldKV) -> None:
         self.settle(sequence, len(sequence.tokens))
 
 
-class PublishesTooEarly(SequenceStore):
+class PublishesTooEarly(KVStore):
     """Blocks are findable before the step that writes them."""
 
-    def admit(self, window: Window, cold: bool = False) -> Sequence | None:
+    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
         sequence = super().admit(window, cold)
         if sequence is not None:
             self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, len(sequence.tokens))
         return sequence
 
 
-class NeverEvicts(SequenceStore):
+class NeverEvicts(KVStore):
     """Idle sequences are never given up for a window that waits."""
 
     def _make_room(self, blocks: int) -> bool:
@@ -315,7 +315,7 @@ BROKEN_VERIFIERS = [AdmitsInPieces, AcceptsOneTooMany, LosesThePromptBorder, Can
 @pytest.mark.parametrize("broken", [*BROKEN_STORES, *BROKEN_VERIFIERS], ids=lambda c: c.__name__)
 def test_control_broken_versions_are_noticed(broken: type) -> None:
     class Broken(VerifierMachine):
-        store = broken if issubclass(broken, SequenceStore) else SequenceStore
+        store = broken if issubclass(broken, KVStore) else KVStore
         verifier_type = broken if issubclass(broken, Verifier) else Verifier
 
     quick = settings(

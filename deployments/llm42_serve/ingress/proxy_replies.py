@@ -20,7 +20,7 @@ CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnec
 DECODED_HEADERS = (b"x-request-id", b"traceparent", b"multiplexed-model-id", b"session-id")
 """Ends of the names of headers that Serve reads as UTF-8: other bytes, on which it fails, do not pass."""
 SERVES_OWN_PATHS = "/-/"
-_WORDS = {
+_MESSAGES = {
     404: (503, "The application is not there yet; it is starting.", "service_unavailable"),
     408: (408, "There was no answer within the request timeout.", "request_timeout"),
     429: (429, "Too many requests wait for an ingress replica.", "overloaded"),
@@ -109,7 +109,7 @@ class _Reply:
         status = start["status"]
         if not body.get("more_body", False) and _OWN_WORDS[status].fullmatch(body.get("body", b"")):
             self._replaced = True
-            await self._error(*_WORDS.get(status, _BROKEN))
+            await self._error(*_MESSAGES.get(status, _BROKEN))
         else:
             await self._send(start)
 

@@ -22,7 +22,7 @@ class Member:
     avoid_until: float = 0.0
     """A verify call failed a moment ago: others are chosen first."""
     failed_at: float = -math.inf
-    """When a call found its actor dead or out of reach; what the supervisor heard before is out of date."""
+    """When a call found its actor dead or out of reach; a status from before is out of date."""
     _batches: tuple[Any, WindowBatches] | None = None
     """With the handle that they are for: calls to a dead actor must not hold up its successor's."""
 

@@ -26,7 +26,7 @@ class SupervisorLink:
         self.handle: Any = None
         self._known = False
         """Whether the present actor has answered before."""
-        self._heard = 0.0
+        self._last_seen = 0.0
         """When it was created or has answered last."""
 
     async def membership(self) -> Membership | None:
@@ -34,7 +34,7 @@ class SupervisorLink:
         if self.handle is None:
             create = get_or_create_supervisor
             self.handle = await asyncio.to_thread(create, self._settings, self._identity)
-            self._known, self._heard = False, time.monotonic()
+            self._known, self._last_seen = False, time.monotonic()
         handle = self.handle
         try:
             async with asyncio.timeout(TIMEOUT_S):  # wait_for may swallow the end of the watch
@@ -49,7 +49,7 @@ class SupervisorLink:
             log.warning("the supervisor could not be started: %s: %s", type(error).__name__, error)
             self._drop(handle)
         else:
-            self._known, self._heard = True, time.monotonic()
+            self._known, self._last_seen = True, time.monotonic()
             return found
         return None
 
@@ -65,7 +65,7 @@ class SupervisorLink:
 
     async def _unanswered(self, handle: Any) -> None:
         """One that has hung is killed and created anew: get_if_exists would give the same actor again."""
-        silent_s, watch = time.monotonic() - self._heard, self._settings.watch
+        silent_s, watch = time.monotonic() - self._last_seen, self._settings.watch
         allowed_s = watch.supervisor_s if self._known else watch.supervisor_start_s
         if self.handle is handle and silent_s > allowed_s:
             log.error("the supervisor has not answered for %.0f s: it is killed and created again", silent_s)

@@ -247,10 +247,10 @@ class VerifierPool:
             if info.actor_id in self._condemned:
                 await self._supervisor.condemn(info.name, info.actor_id, self._condemned[info.actor_id])
 
-    async def _updated(self, member: Member | None, info: MemberInfo, heard: float) -> Member:
+    async def _updated(self, member: Member | None, info: MemberInfo, asked_at: float) -> Member:
         """The member as published. A handle belongs to one actor: after a death it is resolved afresh.
 
-        heard: a time on this process's clock before which the supervisor cannot have asked for the status.
+        asked_at: a time on this process's clock before which the supervisor cannot have asked for the status.
         """
         member = member or Member(info.name)
         if member.actor_id != info.actor_id or (member.handle is None and info.actor_id):
@@ -261,7 +261,7 @@ class VerifierPool:
                 member.handle, member.actor_id = None, ""
             member.failed_at = -math.inf
         of_another = member.actor_id != info.actor_id
-        out_of_date = heard <= member.failed_at
+        out_of_date = asked_at <= member.failed_at
         useless = of_another or out_of_date or info.actor_id in self._condemned
         member.status = None if useless else info.status
         return member

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 WATCH_S = 1.0
 STATUS_TIMEOUT_S = 5.0
 FIRST_LOOK_S = 2.0
-"""A new supervisor lets replicas wait so long for its first news, which is less than they wait for an answer:
-they go on with what its predecessor has told them."""
+"""A new supervisor lets replicas wait so long for its first look, which is less than they wait for an answer:
+they go on with what its predecessor has reported."""
 PIN_S = 30.0
 """The pool keeps its fingerprint this long after its last verifier that had it is gone."""
 START_FAILED = (RuntimeEnvSetupError, ActorUnschedulableError)
@@ -90,7 +90,7 @@ class Supervisor:
         self._condemned = 0
         self._all_tried = asyncio.Event()
         """Every wanted verifier has been asked, with or without an answer."""
-        self._news = False
+        self._fresh_status = False
         """Whether a verifier has answered since the last time that the scaler looked."""
         configure(self._settings.telemetry, "supervisor")
         event(log, "supervisor starts", pid=os.getpid(), verifiers=[w.name for w in self._wanted])
@@ -135,8 +135,8 @@ class Supervisor:
         try:
             while time.monotonic() - self._renewed < self._lease_s:
                 try:
-                    if self._news:  # a look without any would be taken for an empty queue
-                        self._news = False
+                    if self._fresh_status:  # a look without any would be taken for an empty queue
+                        self._fresh_status = False
                         self._scale()
                     self._report()
                 except Exception:  # whatever it is, watching must go on
@@ -155,7 +155,7 @@ class Supervisor:
 
     async def _watch(self, number: int) -> None:
         """Looks after one verifier while it is wanted. Each has a loop of its own: one that does not answer
-        makes nobody's news of the others older."""
+        makes what is known of the others no older."""
         watched = self._watched[number]
         while True:
             try:
@@ -189,9 +189,9 @@ class Supervisor:
                 await self._unanswered(watched, error)
             return
         if watched.handle is handle:  # else it was condemned or given up meanwhile
-            _tell_change(watched, status)
-            watched.heard(status, asked)
-            self._news = True
+            _log_change(watched, status)
+            watched.record_answer(status, asked)
+            self._fresh_status = True
 
     async def _create(self, watched: Watched) -> Any:
         handle = await asyncio.to_thread(get_or_create_verifier, watched.name, self._settings, self._identity)
@@ -212,7 +212,7 @@ class Supervisor:
             watched.handle, watched.status = None, VerifierStatus("failed", None, detail)
             watched.not_before = time.monotonic() + START_PAUSE_S
             return
-        watched.unheard(error)
+        watched.record_miss(error)
         if watched.hung:
             log.error("%s has hung: it is killed and created again", watched.name)
             self._metrics.inc(m.VERIFIER_DEATHS)
@@ -283,14 +283,9 @@ class Supervisor:
         self._metrics.set(m.VERIFIERS_WANTED, len(published))
 
 
-def _tell_change(watched: Watched, status: VerifierStatus) -> None:
-    """A line when a verifier's state is another than before, or is heard of again."""
+def _log_change(watched: Watched, status: VerifierStatus) -> None:
+    """A line when a verifier's state is another than before, or is known again."""
     if watched.status is None or watched.status.state != status.state:
-        said = {
-            "fingerprint": status.fingerprint,
-            "detail": status.detail,
-            "pid": status.pid,
-            "node": status.node,
-        }
-        told = {name: value for name, value in said.items() if value}
-        event(log, f"verifier is {status.state}", verifier=watched.name, **told)
+        facts = {name: getattr(status, name) for name in ("fingerprint", "detail", "pid", "node")}
+        present = {name: value for name, value in facts.items() if value}
+        event(log, f"verifier is {status.state}", verifier=watched.name, **present)

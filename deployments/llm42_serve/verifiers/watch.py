@@ -45,12 +45,12 @@ class Watched:
         self.handle, self.answered = handle, time.monotonic()
         self.certified, self.missed, self.mixed = False, 0, ""
 
-    def heard(self, status: VerifierStatus, asked: float) -> None:
+    def record_answer(self, status: VerifierStatus, asked: float) -> None:
         """An answer to a call that was made at `asked`."""
         self.status, self.asked, self.answered = status, asked, time.monotonic()
         self.certified, self.missed = status.state == "ready", 0
 
-    def unheard(self, error: Exception) -> None:
+    def record_miss(self, error: Exception) -> None:
         """A status call failed, although the actor is not known to be dead."""
         self.missed += 1
         # a timeout may be a busy process: not a reason to turn requests away at once

@@ -203,7 +203,7 @@ class TorchEngine:
         try:
             found = self._compute(chunks, len(decode))
         except Exception as error:
-            self._one_by_one(chunks, error)
+            self._compute_each(chunks, error)
         else:
             for (running, chunk), logits in zip(chunks, found, strict=True):
                 self._take(running, chunk, logits)
@@ -226,7 +226,7 @@ class TorchEngine:
         except Exception as error:
             self._fail(running, error)
 
-    def _one_by_one(self, chunks: Sequence[tuple[Running, Rows]], error: Exception) -> None:
+    def _compute_each(self, chunks: Sequence[tuple[Running, Rows]], error: Exception) -> None:
         """A step that failed, each request alone: what is wrong with one must not end its companions."""
         log.warning("a step failed; its requests are computed one by one", exc_info=error)
         for running, chunk in chunks:
@@ -361,12 +361,12 @@ class TorchEngine:
         tokens = () if token is None else (token,)
         start = running.output_len - len(tokens)
         request = running.request
-        told: dict[str, Any] = {}
-        if tokens and not running.told:
-            running.told, told = True, {"cached_tokens": running.cached}
+        first: dict[str, Any] = {}
+        if tokens and not running.first_reported:
+            running.first_reported, first = True, {"cached_tokens": running.cached}
             if request.prompt_logprobs is not None and not request.deterministic:
-                told["prompt_logprobs"] = tuple(running.scores)
+                first["prompt_logprobs"] = tuple(running.scores)
         output = EngineOutput(
-            request.request_id, running.epoch, start, tokens, logprobs, finish, error, **told
+            request.request_id, running.epoch, start, tokens, logprobs, finish, error, **first
         )
         running.sink(output)

@@ -25,7 +25,7 @@ class Running:
     keys: list[bytes] = field(default_factory=list)
     cached: int | None = None
     """Prompt tokens found in the cache at the first admission."""
-    told: bool = False
+    first_reported: bool = False
     """What comes with the first output has been reported."""
     scores: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of prompt[1:], as far as they are computed."""

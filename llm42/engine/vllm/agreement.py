@@ -56,7 +56,8 @@ def leave_only_drawn(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw])
 
 
 def draw_together(logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> None:
-    """The same by the verifier's kernels. logits [R, V] on CUDA, or in Triton's interpreter."""
+    """leave_only_drawn by the verifier's kernels. logits [R, V] on CUDA, or in Triton's interpreter; rows and
+    draws of one length."""
     from llm42.verifier.cuda.sampler import device_tensor, draw_tokens
 
     possible = logits.new_zeros(())  # on the device: a number would be copied there, which waits for it

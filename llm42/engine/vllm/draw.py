@@ -43,7 +43,7 @@ class CanonicalDraw(AdapterLogitsProcessor):  # type: ignore[misc, unused-ignore
         return row
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """All rows of a step at once."""
+        """All rows of a step at once. logits [R, V]; returned with only the drawn ids left possible."""
         if self.req_info:
             draws = [request() for request in self.req_info.values()]
             leave_only_drawn(logits, list(self.req_info), draws)

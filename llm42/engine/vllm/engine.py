@@ -58,7 +58,7 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
-        self._heard = 0
+        self._answers = 0
         """How often vLLM has answered."""
         self._closed = self._gone = False
         self._thread: threading.Thread | None = None
@@ -176,8 +176,8 @@ class VllmEngine:
         quiet, seen = 0, -1
         while not self._gone:
             await asyncio.sleep(limit_s / LOOKS)
-            quiet = quiet + 1 if self._tasks and self._heard == seen else 0
-            seen = self._heard
+            quiet = quiet + 1 if self._tasks and self._answers == seen else 0
+            seen = self._answers
             if quiet >= LOOKS:
                 self._lose(f"vLLM has not answered for {limit_s:g} s (engine.vllm.stall_s)")
 
@@ -245,7 +245,7 @@ class VllmEngine:
         try:
             async with aclosing(connection.generate(attempt.id, tokens, *how)) as outputs:
                 async for output in outputs:
-                    over, self._heard = output.finished, self._heard + 1
+                    over, self._answers = output.finished, self._answers + 1
                     if stream.attempt is not attempt or not self._take(stream, output):
                         break
         except (connection.dead, _Stopping) as error:
@@ -256,7 +256,7 @@ class VllmEngine:
             if stream.attempt is attempt:
                 # all that vLLM may refuse was checked, but for the schema, which it reads first of all
                 text, mine = reason_of(error)
-                schema = mine and request.json_schema is not None and not stream.told
+                schema = mine and request.json_schema is not None and not stream.first_taken
                 self._fail(stream, text, "response_format" if schema else None)
         finally:
             if not over:  # a request cancelled on its way in is known to its generator no more
@@ -268,8 +268,8 @@ class VllmEngine:
         tokens, finish = new.token_ids, finish_of(new.finish_reason)
         if finish is FinishReason.ABORT:  # not at our word: `attempt` would be another one
             raise _Stopping("it ends its requests")
-        if not stream.told:
-            stream.learn(output)
+        if not stream.first_taken:
+            stream.take_first(output)
         if not stream.request.deterministic:
             logprobs: tuple[TokenLogprob, ...] = ()
             if new.logprobs is not None:

@@ -37,14 +37,14 @@ class Guard:
 
     def ready(self) -> None:
         """All processes that are to be watched exist."""
-        self._say(_READY)
+        self._send(_READY)
 
     def close(self) -> None:
         """Ends the watch without ending anything else."""
-        self._say(_QUIT)
+        self._send(_QUIT)
         self._process.wait()
 
-    def _say(self, word: bytes) -> None:
+    def _send(self, word: bytes) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the watch
             self._process.stdin.write(word)
@@ -60,16 +60,16 @@ def watch(parent: int, before: set[int]) -> None:
     watched: dict[int, str | None] = {}
     starting = True
     while True:
-        news = select.select([0], [], [], LOOK_S if starting else None)[0]
-        said = os.read(0, 1) if news else None
-        if said == _QUIT:
+        readable = select.select([0], [], [], LOOK_S if starting else None)[0]
+        received = os.read(0, 1) if readable else None
+        if received == _QUIT:
             return
-        if said == b"":
+        if received == b"":
             break
         if starting:
             found = set(descendants(parent)) - before - {os.getpid()}
             watched |= {pid: started(pid) for pid in found if pid not in watched}
-        starting = starting and said != _READY
+        starting = starting and received != _READY
     for pid, start in watched.items():
         if start is not None and started(pid) == start:  # else the number is another process's by now
             with contextlib.suppress(ProcessLookupError):

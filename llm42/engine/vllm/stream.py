@@ -38,8 +38,8 @@ class Stream:
     """Waits for a rollback or an abort after an end-of-text candidate."""
     attempt: Attempt | None = None
     attempts: int = 0
-    told: bool = False
-    """vLLM has told what comes with a first output."""
+    first_taken: bool = False
+    """What comes with a first output was taken."""
     pending: dict[str, Any] = field(default_factory=dict)
     """Fields of the next EngineOutput that has tokens."""
 
@@ -66,9 +66,9 @@ class Stream:
         self.output += tokens
         self.report(tokens)
 
-    def learn(self, output: Any) -> None:
-        """Keeps what comes with a first output (a RequestOutput): vLLM tells it there, and never again."""
-        self.told, request = True, self.request
+    def take_first(self, output: Any) -> None:
+        """Keeps what comes with a first output (a RequestOutput) and with no other."""
+        self.first_taken, request = True, self.request
         self.pending["cached_tokens"] = getattr(output, "num_cached_tokens", None)
         if request.prompt_logprobs is not None and not request.deterministic and not request.output:
             found = (output.prompt_logprobs or [None])[1:]

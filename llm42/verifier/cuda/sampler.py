@@ -32,8 +32,8 @@ Restrict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def sample_step_device(logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict) -> list[Sampled]:
-    """llm42.sampling.sample_step on the device (certification, tests; a runner queues the same calls and
-    waits later)."""
+    """llm42.sampling.sample_step on the device: logits [R, V] float32 (certification, tests; a runner
+    queues the same calls and waits later)."""
     stats = row_stats(logits)
     rows = [i for i, d in enumerate(draws) if d.given is not None or not is_plain(d.params)]
     draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed)
@@ -70,7 +70,7 @@ def draw_rows(
 
 
 def device_tensor(ids: Sequence[int], like: Tensor) -> Tensor:
-    """Ids as an int64 tensor beside `like`, copied without waiting."""
+    """Ids as an int64 tensor [len(ids)] beside `like`, copied without waiting."""
     return _device(list(ids), torch.int64, like)
 
 
