@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llm42.cache import BlockPool
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.corrupt import CorruptingEngine
@@ -100,4 +101,15 @@ def bare(engine: Any) -> Any:
 def check_blocks(engine: Engine) -> None:
     """The torch engine's own accounting of its cache; vLLM's is its own affair."""
     if isinstance(bare(engine), TorchEngine):
-        bare(engine)._pool.check()
+        check_pool(bare(engine)._pool)
+
+
+def check_pool(pool: BlockPool) -> None:
+    """Every block is in exactly one state, and the index agrees."""
+    free, idle = set(pool._free), set(pool._idle)
+    assert len(free) == len(pool._free), "a block is free twice"
+    assert not free & idle, "a block is free and cached"
+    for block in range(pool.num_blocks):
+        assert (pool._refs[block] == 0) == (block in free or block in idle), f"block {block} lost"
+        assert (block in free) <= (pool._keys[block] is None), f"free block {block} is published"
+    assert all(pool._keys[block] == key for key, block in pool._index.items()), "index and keys disagree"
