@@ -21,8 +21,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.lib.report import Figure, report
+from llm42.audit.claim import Claim
 from llm42.audit.compare import Finding, Verdict, throughput
-from llm42.audit.records import Claim, claims_of
+from llm42.audit.records import claims_of
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.local.assembly import Local

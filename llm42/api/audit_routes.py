@@ -24,9 +24,10 @@ from llm42.api.json_bodies import MAX_AUDIT_PARTS, BodyReader, body_route
 from llm42.api.keys import KeyPolicy
 from llm42.api.plan import plan_request
 from llm42.api.requests import ChatBody, CompletionBody
+from llm42.audit.claim import Claim
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.question import RequestMaker
-from llm42.audit.records import Claim, claims_of, manifest_of
+from llm42.audit.records import claims_of, manifest_of
 from llm42.audit.replayer import REGENERATIONS, Replayer, windows_per_call
 from llm42.config import Settings
 from llm42.errors import LLM42Error, Overloaded, RequestRejected

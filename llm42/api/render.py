@@ -213,7 +213,7 @@ class Renderer:
         }
 
     def _evidence(self, choices: list[_Choice]) -> dict[str, Any]:
-        """The `llm42` object: what determinism cost, summed over `choices`, and the seed to replay with."""
+        """The `llm42` object: what determinism cost, summed over `choices`, and the seed."""
         counts: dict[str, int] = asdict(RequestStats())
         for choice in choices:
             for name, value in asdict(choice.stats or RequestStats()).items():

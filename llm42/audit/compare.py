@@ -10,9 +10,8 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Any
 
-from llm42.audit.claim import Names
+from llm42.audit.claim import Claim, Names
 from llm42.audit.question import prompt_fits
-from llm42.audit.records import Claim
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
 from llm42.receipt import Receipt, Signature, finite, logprob_hash, token_hash
 from llm42.text.output_text import OutputText
@@ -74,14 +73,6 @@ class Finding:
         return {name: value for name, value in body.items() if name not in absent}
 
 
-@dataclass(frozen=True, slots=True)
-class Canonical:
-    """Canonical tokens from output token `start` on, as far as they are known."""
-
-    start: int
-    entries: tuple[TokenLogprob, ...]
-
-
 def windows_of(request: Request, output: Sequence[int], longest: int) -> list[Window]:
     """The output as candidates after the prompt; more than one window only when it is longer than `longest`.
 
@@ -102,17 +93,13 @@ def windows_of(request: Request, output: Sequence[int], longest: int) -> list[Wi
     return windows
 
 
-def canonical(window: Window, commit: Commit) -> Canonical:
-    """What a commit says."""
-    return Canonical(len(window.tokens) - window.prompt_len, commit.logprobs)
-
-
 def first_difference(
-    output: Sequence[int], logprobs: Sequence[float] | None, found: Sequence[Canonical]
+    output: Sequence[int], logprobs: Sequence[float] | None, commits: Sequence[Commit], prompt_len: int
 ) -> Difference | None:
-    """Compares ids, and the bits of the log-probabilities where the record has them."""
-    for part in found:
-        for index, entry in enumerate(part.entries, part.start):
+    """Compares ids, and the bits of the log-probabilities where the record has them, as far as canonical
+    tokens are known."""
+    for commit in commits:
+        for index, entry in enumerate(commit.logprobs, commit.base - prompt_len):
             recorded = None if logprobs is None else logprobs[index]
             same = recorded is None or bits(recorded) == bits(finite(entry.logprob))
             if entry.token != output[index] or not same:

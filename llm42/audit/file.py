@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm42.audit.records import Claim, claims_of, manifest_of
+from llm42.audit.claim import Claim
+from llm42.audit.records import claims_of, manifest_of
 from llm42.audit.values import BadRecord
 from llm42.errors import LLM42Error
 from llm42.receipt import InvalidReceipt

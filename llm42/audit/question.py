@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from llm42.audit.records import Claim
+from llm42.audit.claim import Claim
 from llm42.errors import LLM42Error, RequestRejected
 from llm42.protocol import Request, SamplingParams
 from llm42.receipt import Receipt, token_hash

@@ -21,8 +21,6 @@ from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, require_
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.receipt import Receipt, sampling_from_json
 
-__all__ = ["Claim", "claims_of", "manifest_of"]
-
 FLAT_FIELDS = frozenset(
     {
         "id", "fingerprint", "prompt", "prompt_len", "output", "logprobs", "sampling", "text", "manifest",

@@ -14,11 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from llm42.audit.compare import Difference, Finding, Verdict
+from pydantic import TypeAdapter
+
+from llm42.audit.compare import Finding, Verdict
 from llm42.audit.file import Records
 from llm42.errors import LLM42Error
 from llm42.host.direct import open_url
-from llm42.receipt import Signature
 
 BATCH_ANSWERS, BATCH_BYTES = 32, 1 << 20
 CONCURRENCY = 4
@@ -26,6 +27,7 @@ ATTEMPTS = 8
 TIMEOUT_S = 1800.0
 RETRIED = (429, 502, 503)
 STRANGER = "what answers there is no LLM-42 server (a JSON object is needed): look at the URL"
+FINDING = TypeAdapter(Finding)
 Numbered = list[tuple[int, dict[str, Any]]]
 
 
@@ -68,7 +70,7 @@ class RemoteAudit:
         body = {"records": [without_alternatives(record) for _, record in batch], "manifests": manifests}
         try:
             results = self._call("/v1/audit", body)["results"]
-            return [_finding(batch[r["record"]][0], r) for r in results]
+            return [FINDING.validate_python({**r, "line": batch[r["record"]][0]}) for r in results]
         except (ServerProblem, LookupError, TypeError, ValueError) as error:
             return [Finding(line, 0, f"line {line}", Verdict.FAILED, str(error)) for line, _ in batch]
 
@@ -152,20 +154,3 @@ def _batches(records: Records) -> Iterator[Numbered]:
         count, size = count + answers[line], size + length
     if batch:
         yield batch
-
-
-def _finding(line: int, result: Mapping[str, Any]) -> Finding:
-    difference = result.get("difference")
-    return Finding(
-        line,
-        result["choice"],
-        result["id"],
-        Verdict(result["verdict"]),
-        result.get("reason", ""),
-        Signature(result["signature"]),
-        result.get("regenerated", False),
-        result["tokens"],
-        result["rows"],
-        Difference(**difference) if difference else None,
-        {name: (values[0], values[1]) for name, values in result.get("fields", {}).items()},
-    )

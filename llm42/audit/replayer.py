@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from llm42.audit.claim import Claim
 from llm42.audit.compare import (
-    Canonical,
     Difference,
     Finding,
     Verdict,
-    canonical,
     first_difference,
     logprob_problem,
     names_problem,
@@ -31,7 +30,6 @@ from llm42.audit.compare import (
     windows_of,
 )
 from llm42.audit.question import Contradiction, Questions, RequestMaker
-from llm42.audit.records import Claim
 from llm42.config import AuditSettings
 from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint import differing_fields
@@ -138,7 +136,7 @@ class Replayer:
             text = "the receipt's HMAC is not that of its content: it was changed, or signed with another key"
             return Finding(claim.line, claim.choice, claim.id, Verdict.BAD_SIGNATURE, text, signature)
         if claim.fingerprint != self.fingerprint:
-            return self._other_fingerprint(claim, claim.fingerprint, signature)
+            return self._other_fingerprint(claim, signature)
         if claim.contradiction:
             raise Contradiction(claim.contradiction)
         if claim.manifest is not None and fingerprint_of(claim.manifest) != claim.fingerprint:
@@ -153,8 +151,9 @@ class Replayer:
             case.windows = windows_of(request, claim.output, self._settings.max_window)
         return case
 
-    def _other_fingerprint(self, claim: Claim, name: str, signature: Signature) -> Finding:
-        manifest, fields = claim.manifest or self._manifests.get(name), {}
+    def _other_fingerprint(self, claim: Claim, signature: Signature) -> Finding:
+        name, fields = claim.fingerprint, {}
+        manifest = claim.manifest or self._manifests.get(name)
         reason = f"the answer's fingerprint is {name}, the verifier's is {self.fingerprint}"
         if manifest is None:
             reason += "; no manifest of it is stored"
@@ -199,22 +198,22 @@ class Replayer:
         """Compares what was recorded with what was computed."""
         claim, output = case.claim, case.output
         assert output is not None
-        parts: list[Canonical] = []
-        for window, answer in zip(case.windows, answers, strict=True):
+        commits: list[Commit] = []
+        for answer in answers:
             if isinstance(answer, Failure):
                 return case.finding(Verdict.FAILED, answer.message)
             if answer.fingerprint != claim.fingerprint:
-                return self._other_fingerprint(claim, claim.fingerprint, case.signature)
-            parts.append(canonical(window, answer))
+                return self._other_fingerprint(claim, case.signature)
+            commits.append(answer)
         counted = {"tokens": len(output), "rows": case.rows}
-        if (difference := first_difference(output, claim.logprobs, parts)) is not None:
-            what = (
-                "token" if difference.canonical_token != difference.recorded_token else "log-probability of"
-            )
+        prompt_len = len(case.request.prompt)
+        if (difference := first_difference(output, claim.logprobs, commits, prompt_len)) is not None:
+            same = difference.canonical_token == difference.recorded_token
+            what = "log-probability of" if same else "token"
             reason = f"{what} {difference.index} of the output is not the canonical one"
             difference = await self._explained(case, difference)
             return case.finding(Verdict.DIFFERS, reason, difference=difference, **counted)
-        logprobs = [p.logprob for part in parts for p in part.entries]
+        logprobs = [p.logprob for commit in commits for p in commit.logprobs]
         problem = receipt_problem(claim.receipt, output, logprobs) if claim.receipt else ""
         problem = problem or self._shown_problem(case, output)
         return case.finding(Verdict.DIFFERS if problem else Verdict.CONFIRMED, problem, **counted)
@@ -256,7 +255,7 @@ class Replayer:
         async with aclosing(self._answers.generate(request)) as deltas:
             async for delta in deltas:
                 if delta.fingerprint not in (None, claim.fingerprint):
-                    return self._other_fingerprint(claim, claim.fingerprint, case.signature)
+                    return self._other_fingerprint(claim, case.signature)
                 output += delta.token_ids
                 entries += delta.logprobs
         problem = ""

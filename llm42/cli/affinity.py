@@ -12,13 +12,13 @@ from llm42.local.affinity import measure_affinity
 out, err = Console(), Console(stderr=True)
 
 
-def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int, as_json: bool) -> int:
-    """Measures how near the fast path's bits are to the verifier's, and prints it. Returns exit code 0."""
+def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int, as_json: bool) -> None:
+    """Measures how near the fast path's bits are to the verifier's, and prints it."""
     with err.status("Loading the model") as status:
         report = measure_affinity(settings, requests, tokens, concurrent, status.update)
     if as_json:
         print(json.dumps(report.to_json()))
-        return 0
+        return
     found = report.comparison
     out.print(
         f"[bold]{found.mismatches_per_1000:.2f}[/] mismatches per 1,000 tokens ({found.mismatches} of "
@@ -35,4 +35,3 @@ def run_affinity(settings: Settings, requests: int, tokens: int, concurrent: int
         out.print(f"First operator that differs: {where}: {first.differing} of {first.of} elements.")
     else:
         out.print(f"No operator is named: {report.note}.", markup=False)
-    return 0

@@ -6,23 +6,23 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from llm42.api.audit_routes import request_maker
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.file import AuditFileError, Records, read_records
 from llm42.audit.records import manifest_of
 from llm42.audit.remote import RemoteAudit
+from llm42.audit.replayer import Replayer, windows_per_call
 from llm42.cli.progress import progress_bar
 from llm42.config import Settings
+from llm42.local.assembly import Local
 from llm42.receipt import InvalidReceipt, Keyring, Signature
-
-if TYPE_CHECKING:
-    from llm42.local.assembly import Local
 
 out = Console()
 SHOWN = 20
@@ -31,25 +31,16 @@ NO_RECORDS = (InvalidReceipt, AuditFileError)
 """What run_audit raises when there is nothing to audit in what it was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditOptions:
-    """What the command line asks for."""
-
-    file: Path
-    url: str | None = None
-    api_key: str | None = None
-    manifests: Sequence[Path] = ()
-    require_signature: bool = False
-    as_json: bool = False
-
-
-def run_audit(options: AuditOptions, settings: Settings | None) -> int:
-    """Audits a file and prints what was found. Returns the exit code: 0 when all is confirmed, 1 when
-    something is not, 2 when all that could be read is confirmed but some lines could not. settings: of the
-    audit in this process; None when a server does it. Raises LLM42Error."""
-    records = read_records(options.file)
-    for file in options.manifests:
-        _add_manifest(records, file)
+def run_audit(
+    file: Path, where: Settings | RemoteAudit, manifests: Sequence[Path], signed: bool, as_json: bool
+) -> int:
+    """Audits a file and prints what was found. where: the settings of an audit in this process, or a server
+    that does it. signed: what has no valid signature is not confirmed. Returns the exit code: 0 when all is
+    confirmed, 1 when something is not, 2 when all that could be read is confirmed but some lines could not.
+    Raises LLM42Error."""
+    records = read_records(file)
+    for manifest in manifests:
+        _add_manifest(records, manifest)
     findings = [Finding(b.line, 0, f"line {b.line}", Verdict.BAD_RECORD, b.message) for b in records.bad]
     with progress_bar() as progress:
         bar = progress.add_task("starting", total=len(records.claims))
@@ -63,30 +54,24 @@ def run_audit(options: AuditOptions, settings: Settings | None) -> int:
         def step(what: str) -> None:
             progress.update(bar, description=what)
 
-        if settings is None:
-            assert options.url is not None
+        if isinstance(where, RemoteAudit):
             began = time.monotonic()
-            RemoteAudit(options.url, options.api_key).audit(records, found)
+            where.audit(records, found)
         else:
-            from llm42.local.assembly import Local
-
-            keyring, again = Keyring.load(settings.audit), any(c.output is None for c in records.claims)
-            with Local(settings, engine=again, progress=step) as local:
+            keyring, again = Keyring.load(where.audit), any(c.output is None for c in records.claims)
+            with Local(where, engine=again, progress=step) as local:
                 began = time.monotonic()
-                asyncio.run(_replayed(local, settings, keyring, records, found))
-    if options.require_signature:
+                asyncio.run(_replayed(local, keyring, records, found))
+    if signed:
         findings = [_signed(f) for f in findings]
     findings.sort(key=lambda f: (f.line, f.choice))
-    return _print_report(findings, summary(findings, began), options.as_json)
+    return _print_report(findings, summary(findings, began), as_json)
 
 
 async def _replayed(
-    local: Local, settings: Settings, keyring: Keyring, records: Records, found: Callable[[Finding], None]
+    local: Local, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
-    from llm42.api.audit_routes import request_maker
-    from llm42.audit.replayer import Replayer, windows_per_call
-
-    make = request_maker(settings, local.tokenizer)
+    settings, make = local.settings, request_maker(local.settings, local.tokenizer)
     most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
     parts = (settings.audit, keyring, local.tokenizer, make, records.manifests, most)
     await Replayer(local, *parts).audit(records.claims, found)

@@ -166,7 +166,7 @@ def affinity(
     settings = settings_here(config)
     from llm42.cli.affinity import run_affinity
 
-    raise typer.Exit(run_affinity(settings, requests, tokens, concurrent, as_json))
+    run_affinity(settings, requests, tokens, concurrent, as_json)
 
 
 @app.command()
@@ -194,10 +194,11 @@ def audit(
     """
     try:
         settings = None if url else settings_here(config)
-        from llm42.cli.audit import AuditOptions, run_audit
+        from llm42.audit.remote import RemoteAudit
+        from llm42.cli.audit import run_audit
 
-        options = AuditOptions(file, url, api_key, manifest or (), require_signature, as_json)
-        code = run_audit(options, settings)
+        where = settings or RemoteAudit(url or "", api_key)
+        code = run_audit(file, where, manifest or (), require_signature, as_json)
     except Exception as error:
         if (line := actionable(error)) is None:
             raise

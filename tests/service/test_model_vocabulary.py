@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from llm42.api.plan import HttpRequestPlan, plan_request
 from llm42.api.requests import ChatBody, CompletionBody, GenerationBody
+from llm42.audit.claim import Claim
 from llm42.audit.question import Questions
-from llm42.audit.records import Claim
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.torch.engine import TorchEngine

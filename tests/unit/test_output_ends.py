@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from llm42.audit.claim import Claim
 from llm42.audit.compare import text_problem
-from llm42.audit.records import Claim
 from llm42.protocol import FinishReason, Request, SamplingParams, TokenLogprob
 from llm42.session.outputs import to_delta
 from llm42.text.output_text import OutputText
