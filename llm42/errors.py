@@ -10,6 +10,7 @@ class LLM42Error(Exception):
     cross processes, and a replica's constructor that raises one is told of by Serve."""
 
     code = "internal_error"
+    status = 500
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade, (type(self), self.args, self.__dict__.copy())
@@ -25,15 +26,17 @@ def _remade(kind: type[LLM42Error], args: tuple[Any, ...], state: dict[str, Any]
 class RequestRejected(LLM42Error):
     """The request itself is wrong (HTTP 400); `param` names the offending field."""
 
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_request_error") -> None:
+    code, status = "invalid_request_error", 400
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param, self.code = param, code or self.code
 
 
 class VerifierUnavailable(LLM42Error):
     """No verifier answers (HTTP 503 with Retry-After); best-effort traffic is not affected."""
 
-    code = "verifier_unavailable"
+    code, status = "verifier_unavailable", 503
 
 
 class StepFailed(VerifierUnavailable):
@@ -61,7 +64,7 @@ class VerificationFailed(LLM42Error):
 class Overloaded(LLM42Error):
     """A bounded queue is full (HTTP 429 with Retry-After)."""
 
-    code = "overloaded"
+    code, status = "overloaded", 429
 
 
 class UnsupportedModel(LLM42Error):

@@ -5,7 +5,7 @@
 `driver`: 256 best-effort requests on the vLLM adapter over a stand-in for AsyncLLM that makes a token for
 each every 13 ms; CPU per token of adapter, driver and detokenisation, passing tokens on one by one, at the
 default interval, and for clients that wait for the whole. `calls`: windows of 25 candidates after 400 tokens
-between two actors, one call each or joined (replica/window_batches.py), 8 to 256 of them at a time; the
+between two actors, one call each or joined (replica/member.py), 8 to 256 of them at a time; the
 verifying side answers after 20 ms. On few cores the two actors share them: compare the columns.
 """
 
@@ -35,7 +35,7 @@ from llm42.engine.vllm.engine import VllmEngine  # noqa: E402
 from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
 from llm42.session.driver import Generator  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
-from llm42_serve.replica.window_batches import AT_ONCE, WindowBatches  # noqa: E402
+from llm42_serve.replica.member import AT_ONCE, WindowBatches  # noqa: E402
 
 REQUESTS, TOKENS, STEP_S, WINDOWS, VERIFY_S = 256, 128, 0.013, 4096, 0.02
 VOCAB = 49000

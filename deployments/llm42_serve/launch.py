@@ -20,9 +20,9 @@ from llm42.config import Settings
 from llm42.config.serve_file import APP_NAME
 from llm42.errors import LaunchFailed, LLM42Error
 from llm42.host.direct import go_direct, open_url
-from llm42.telemetry.failures import kept_traceback, one_line
+from llm42.telemetry.logs import kept_traceback, one_line
 from llm42_serve import preflight, ray_node
-from llm42_serve.signals import signals_later
+from llm42_serve.ray_node import signals_later
 
 START_TIMEOUT_S = 300.0
 OBJECT_STORE_BYTES = 256 << 20

@@ -5,6 +5,7 @@ Imports PyTorch only where a GPU is asked for: the process of `llm42 serve` comp
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from llm42.engine.build import require_library
 from llm42.errors import LaunchFailed, LLM42Error
 from llm42.receipt import Keyring
 from llm42.telemetry.tracing import make_tracer
-from llm42_serve.ports import require_free_port
 
 EPSILON = 1e-6
+METRICS_PORT = 8090
 
 
 def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> None:
@@ -75,3 +76,24 @@ def _place(free: list[float], count: int, share: float) -> int:
         for i in places[:needed]:
             free[i] -= min(1.0, share)
     return 0
+
+
+def require_free_port(host: str, port: int, option: str = "--port") -> None:
+    """Raises LaunchFailed when something listens there already."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchFailed(
+                f"{host}:{port} cannot be used ({error.strerror}); choose another with {option}"
+            ) from error
+
+
+def default_metrics_port() -> int:
+    """The usual port of the metrics page, or 0 (any) when something listens there already."""
+    try:
+        require_free_port("0.0.0.0", METRICS_PORT)
+    except LaunchFailed:
+        return 0
+    return METRICS_PORT

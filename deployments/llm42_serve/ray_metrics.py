@@ -7,24 +7,25 @@ So times that are added up are counters of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
+
+import ray
 
 from llm42.telemetry.metrics import CATALOGUE, Kind, Metric, Metrics, NullMetrics, Scope
 
 
 class RayMetrics:
-    """Series of some scopes. Inside Serve they also have application, deployment and replica as labels."""
+    """Series of one scope. Inside Serve they also have application, deployment and replica as labels."""
 
-    def __init__(self, scopes: Iterable[Scope], in_replica: bool, **common: str) -> None:
-        """common: the values of the labels that every series of these scopes has."""
+    def __init__(self, scope: Scope, in_replica: bool, **common: str) -> None:
+        """common: the values of the labels that every series of this scope has."""
         if in_replica:
             from ray.serve import metrics as sink
         else:
             from ray.util import metrics as sink
         self._series: dict[str, Any] = {}
         for metric in CATALOGUE:
-            if metric.scope in scopes:
+            if metric.scope is scope:
                 extra = {"boundaries": list(metric.buckets)} if metric.kind is Kind.HISTOGRAM else {}
                 make = getattr(sink, metric.kind.title())
                 series = make(metric.name, description=metric.help, tag_keys=metric.label_names, **extra)
@@ -55,6 +56,4 @@ class RayMetrics:
 
 def actor_metrics(scope: Scope, **common: str) -> Metrics:
     """The sink of a plain actor; nothing outside of Ray."""
-    import ray
-
-    return RayMetrics([scope], in_replica=False, **common) if ray.is_initialized() else NullMetrics()
+    return RayMetrics(scope, in_replica=False, **common) if ray.is_initialized() else NullMetrics()

@@ -47,7 +47,22 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.wait([task, gone])
 
 
-class BodyLimit:
+class HttpOnly:
+    """ASGI: passes everything but HTTP through."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application's, or `http` where a request has come."""
+        await (self.http if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or lets the application."""
+        raise NotImplementedError
+
+
+class BodyLimit(HttpOnly):
     """Refuses request bodies that are too long, announced or not (HTTP 413), and those that do not come in
     time (HTTP 408)."""
 
@@ -55,13 +70,11 @@ class BodyLimit:
         self, app: ASGIApp, answers: errors.Errors, timeout_s: float, most: tuple[Mapping[str, int], int]
     ) -> None:
         """most: bytes by path, and those of all other paths."""
-        self._app, self._answers, self._timeout_s, self._most = app, answers, timeout_s, most
+        super().__init__(app)
+        self._answers, self._timeout_s, self._most = answers, timeout_s, most
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything else through."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         most = self._most[0].get(get_route_path(scope), self._most[1])
         announced = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
         if announced.isdigit() and (len(announced) > 18 or int(announced) > most):
@@ -70,19 +83,13 @@ class BodyLimit:
         await self._app(scope, _counted(receive, self._timeout_s, most), send)
 
 
-class RequestIds:
+class RequestIds(HttpOnly):
     """Gives every answer an X-Request-ID: the client's own, if it is fit for a header, else the handler's,
     else a new one. `request_id` of the request's state is ours in any case, and a handler may set it;
     lines of the log have the client's as `client_request_id`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything but HTTP through."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Every request."""
         given = Headers(scope=scope).get(REQUEST_ID, "")
         logged = "".join(c if c.isascii() and c.isprintable() else "?" for c in given[:MAX_REQUEST_ID])
         if not (given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID):

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import ExitStack, aclosing, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -75,29 +75,21 @@ class LimitedAnswers:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Like any other deterministic request of the key: it counts towards its `deterministic_share`, and
         waits for a place in it. Raises LLM42Error, at last also when there comes none."""
-        async with aclosing(await self._held(request)) as deltas:
-            async for delta in deltas:
-                yield delta
+        with ExitStack() as place:
+            async with self._turn:
+                await self._take(place)
+            asked = self._policy.salted(request)
+            async with self._outputs, aclosing(self._answers.generate(asked)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
-    async def _held(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """The output, once the key may have one more."""
-        async with self._turn:
-            for _ in range(KEY_TRIES):
-                pieces = self._policy.hold(1, self._output(request))
-                try:
-                    await anext(pieces)
-                    return pieces
-                except Overloaded:
-                    await asyncio.sleep(KEY_PAUSE_S)
+    async def _take(self, place: ExitStack) -> None:
+        for _ in range(KEY_TRIES):
+            try:
+                return place.enter_context(self._policy.held(1))
+            except Overloaded:
+                await asyncio.sleep(KEY_PAUSE_S)
         raise LLM42Error(f"the key '{self._policy.name}' had no place left to generate the answer again")
-
-    async def _output(self, request: Request) -> AsyncGenerator[Delta | None, None]:
-        """None first, when the key's place is taken; then the output."""
-        yield None
-        asked = self._policy.salted(request)
-        async with self._outputs, aclosing(self._answers.generate(asked)) as deltas:
-            async for delta in deltas:
-                yield delta
 
 
 class _Audits:

@@ -40,4 +40,3 @@ class Backend(Answers, Protocol):
 
     async def status(self) -> Status:
         """Answers within a second or two, whatever is going on."""
-        ...

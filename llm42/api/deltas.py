@@ -4,7 +4,7 @@ a request of its own, side by side."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-async def coalesce(source: AsyncIterator[Delta], interval_s: float) -> AsyncGenerator[Delta, None]:
+async def coalesce(source: Deltas, interval_s: float) -> Deltas:
     """Passes deltas on at most once per interval, joined; the first and the last are never held back.
 
     The source is read ahead (its memory is bounded by max_tokens) and closed when this generator is closed.
@@ -66,7 +66,7 @@ async def coalesce(source: AsyncIterator[Delta], interval_s: float) -> AsyncGene
         await reader  # raises what the source raised
     finally:
         await _end(reader)
-        await _close(source)
+        await source.aclose()  # aborts the request behind it
 
 
 def streams_of(generate: Generate, requests: Sequence[Request], prompts: int) -> list[Deltas]:
@@ -121,11 +121,11 @@ class _Scored:
                 known = None
 
 
-async def interleave(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[tuple[int, Delta], None]:
+async def interleave(sources: Sequence[Deltas]) -> AsyncGenerator[tuple[int, Delta], None]:
     """(index, delta) of several streams as they come; the first error ends all of them."""
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=len(sources))
 
-    async def pump(index: int, source: AsyncIterator[Delta]) -> None:
+    async def pump(index: int, source: Deltas) -> None:
         try:
             async for delta in source:
                 await queue.put((index, delta))
@@ -147,16 +147,10 @@ async def interleave(sources: Sequence[AsyncIterator[Delta]]) -> AsyncGenerator[
     finally:
         for task, source in zip(tasks, sources, strict=True):
             await _end(task)
-            await _close(source)
+            await source.aclose()  # aborts the request behind it
 
 
 async def _end(task: asyncio.Task[None]) -> None:
     """Cancels a task if it still runs and waits for it, whatever it ends with."""
     task.cancel()
     await asyncio.wait([task])
-
-
-async def _close(source: AsyncIterator[Delta]) -> None:
-    """Closes an async generator, which aborts the request behind it."""
-    if isinstance(source, AsyncGenerator):
-        await source.aclose()

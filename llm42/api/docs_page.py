@@ -37,16 +37,11 @@ def _operation(document: Mapping[str, Any], method: str, path: str, operation: M
 
 
 def _rows(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[str]:
-    body = _resolved(document, schema)
+    name = schema.get("$ref", "").rpartition("/")[2]
+    body = document["components"]["schemas"][name] if name else schema
     for name, field in body.get("properties", {}).items():
         needed = "required" if name in body.get("required", ()) else escape(field.get("description", ""))
         yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(field))}</td><td>{needed}</td></tr>"
-
-
-def _resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    name = schema.get("$ref", "").rpartition("/")[2]
-    found: Mapping[str, Any] = document["components"]["schemas"][name] if name else schema
-    return found
 
 
 def _kind(field: Mapping[str, Any]) -> str:

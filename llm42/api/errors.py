@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from llm42.api.json_bodies import InvalidBody
 from llm42.api.reply_writer import event as event_of
-from llm42.errors import LLM42Error, Overloaded, RequestRejected, VerifierUnavailable
+from llm42.errors import LLM42Error, RequestRejected
 from llm42.telemetry.logs import event
 from llm42.telemetry.metrics import OTHER, REJECTS, Metrics
 
@@ -24,14 +24,9 @@ MAX_PATH_CHARS = 200
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 100
 RETRY_AFTER_S = {429: 1, 503: 5}
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
@@ -40,53 +35,39 @@ _TYPES = {
 class ModelNotFound(RequestRejected):
     """The request names a model that is not served (HTTP 404)."""
 
+    code, status = "model_not_found", 404
+
     def __init__(self, name: str, served: str) -> None:
         super().__init__(f"The model '{name}' is not served here; this server has '{served}'.", "model")
-        self.code = "model_not_found"
 
 
 class BodyTooLarge(RequestRejected):
     """The body is longer than the server reads (HTTP 413)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="body_too_large")
+    code, status = "body_too_large", 413
 
 
 class Unauthorized(RequestRejected):
     """No valid API key was presented (HTTP 401)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="invalid_api_key")
+    code, status = "invalid_api_key", 401
 
 
 class Forbidden(RequestRejected):
     """The API key does not allow what was asked (HTTP 403)."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="not_allowed")
+    code, status = "not_allowed", 403
 
 
 class ServiceUnavailable(LLM42Error):
     """No fast-path replica answers (HTTP 503 with Retry-After)."""
 
-    code = "service_unavailable"
+    code, status = "service_unavailable", 503
 
 
 def status_of(error: Exception) -> int:
     """The HTTP status of an error; 500 for anything that is not ours."""
-    for kind, status in (
-        (ModelNotFound, 404),
-        (BodyTooLarge, 413),
-        (Unauthorized, 401),
-        (Forbidden, 403),
-        (RequestRejected, 400),
-        (Overloaded, 429),
-        (VerifierUnavailable, 503),
-        (ServiceUnavailable, 503),
-    ):
-        if isinstance(error, kind):
-            return status
-    return 500
+    return error.status if isinstance(error, LLM42Error) else 500
 
 
 def error_object(

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api import errors
+from llm42.api.asgi import HttpOnly
 
 METHODS = ("GET", "POST")
 """What the routes are written for; HEAD comes with GET, and OPTIONS with every path."""
@@ -23,7 +24,7 @@ EXPOSED = ("X-Request-ID", "X-LLM42-Request", "X-LLM42-Replica", "X-LLM42-Verifi
 """Headers of answers that a page's script may read."""
 
 
-class Front:
+class Front(HttpOnly):
     """ASGI: takes a path with or without `server.root_path` and slashes too many, answers HEAD where GET is
     answered and OPTIONS everywhere, and refuses other methods (405) and compressed bodies (415)."""
 
@@ -31,14 +32,12 @@ class Front:
         self, app: ASGIApp, answers: errors.Errors, routes: Sequence[BaseRoute], root_path: str = ""
     ) -> None:
         """routes: of the application; read at each request."""
-        self._app, self._answers, self._routes = app, answers, routes
+        super().__init__(app)
+        self._answers, self._routes = answers, routes
         self._root = list(filter(None, root_path.split("/")))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything but HTTP through."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers, refuses, or passes on."""
         scope = {**scope, "path": self._own_path(scope)}
         method = scope["method"]
         if method == "HEAD" and self._takes(scope, "GET"):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llm42.api import errors
+from llm42.api.asgi import HttpOnly
 from llm42.api.requests import GenerationBody
 from llm42.config import ApiKeySettings, Settings
 from llm42.errors import Overloaded, RequestRejected
@@ -37,7 +38,10 @@ class KeyPolicy:
     def __init__(self, key: ApiKeySettings | None, settings: Settings) -> None:
         """key: None where nobody is asked for a key."""
         self._key, self._server = key, settings.server
-        self._most = None if key is None else _most(places(settings) * key.deterministic_share)
+        replicas = max(self._server.fastpath_replicas, self._server.max_fastpath_replicas)
+        # deterministic outputs that one ingress process may have under way in all
+        places = settings.engine.places * replicas / self._server.ingress_replicas
+        self._most = None if key is None else _most(places * key.deterministic_share)
         self._held = 0
 
     @property
@@ -91,17 +95,22 @@ class KeyPolicy:
 
     async def hold(self, outputs: int, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """The pieces of a deterministic request, counted as `outputs` while it runs. Raises Overloaded."""
+        async with aclosing(pieces):
+            with self.held(outputs):
+                async for piece in pieces:
+                    yield piece
+
+    @contextmanager
+    def held(self, outputs: int) -> Iterator[None]:
+        """Counts `outputs` deterministic outputs as under way. Raises Overloaded."""
         if self._most is not None and self._held + outputs > self._most:
-            await pieces.aclose()
             raise Overloaded(
                 f"The key '{self.name}' has {self._held} deterministic outputs under way; it may have"
                 f" {self._most} (deterministic_share)."
             )
         self._held += outputs
         try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    yield piece
+            yield
         finally:
             self._held -= outputs
 
@@ -111,35 +120,25 @@ def _most(share: float) -> int:
     return max(1, math.floor(round(share, 6))) if share > 0 else 0
 
 
-def places(settings: Settings) -> float:
-    """Deterministic outputs that one ingress process may have under way in all."""
-    server = settings.server
-    replicas = max(server.fastpath_replicas, server.max_fastpath_replicas)
-    return settings.engine.places * replicas / server.ingress_replicas
-
-
-class KeyGate:
+class KeyGate(HttpOnly):
     """ASGI: refuses requests without a valid key (HTTP 401) where keys are configured, and puts the key's
     policy into the request's state and its name into lines of the log."""
 
     def __init__(self, app: ASGIApp, settings: Settings, answers: errors.Errors) -> None:
-        self._app, self._answers = app, answers
-        keys = settings.server.api_keys
+        super().__init__(app)
+        self._answers, keys = answers, settings.server.api_keys
         self._policies = [(bytes.fromhex(k.sha256), KeyPolicy(k, settings)) for k in keys]
         self._anyone = KeyPolicy(None, settings)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything but HTTP through."""
-        name = ""
-        if scope["type"] == "http":
-            policy = self._find(Headers(scope=scope).get("authorization", ""))
-            if policy is None and get_route_path(scope) not in OPEN_PATHS:
-                refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
-                await self._answers.from_exception(refusal)(scope, receive, send)
-                return
-            scope.setdefault("state", {})["policy"] = policy = policy or self._anyone
-            name = policy.name
-        with bound(key=name):
+    async def http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses, or passes on with the policy."""
+        policy = self._find(Headers(scope=scope).get("authorization", ""))
+        if policy is None and get_route_path(scope) not in OPEN_PATHS:
+            refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
+            await self._answers.from_exception(refusal)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["policy"] = policy = policy or self._anyone
+        with bound(key=policy.name):
             await self._app(scope, receive, send)
 
     def _find(self, header: str) -> KeyPolicy | None:
@@ -148,8 +147,5 @@ class KeyGate:
             return self._anyone
         scheme, _, key = header.partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for known, policy in self._policies:
-            if hmac.compare_digest(known, digest):
-                found = policy
-        return found if scheme.lower() == "bearer" else None
+        found = [policy for known, policy in self._policies if hmac.compare_digest(known, digest)]
+        return found[-1] if found and scheme.lower() == "bearer" else None

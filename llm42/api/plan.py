@@ -71,7 +71,9 @@ def plan_request(
         said = body.asks_for_determinism
         deterministic = settings.server.deterministic_default if said is None else said
     constraint = _constraint(body, deterministic, settings)
-    seed = _base_seed(body.seed, deterministic, settings.server.default_seed)
+    seed = body.seed
+    if seed is None:  # 53 bits are exact in a client's double
+        seed = settings.server.default_seed if deterministic else secrets.randbits(53)
     seeded = deterministic or body.seed is not None
     receipt = _receipt(body, deterministic)
     prompts = prompts_of(body, settings.model.max_model_len, tokenizer)
@@ -143,12 +145,6 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.sha256(f"llm42:{signed}:{choice}".encode()).digest()[:8], "little")
 
 
-def _base_seed(given: int | None, deterministic: bool, default: int) -> int:
-    if given is not None:
-        return given
-    return default if deterministic else secrets.randbits(53)  # exact in a client's double
-
-
 def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
     """The output limit; the prompt and the output together must fit the context."""
     room = context - prompt_len
@@ -181,9 +177,7 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
 
 
 def _stops(body: GenerationBody) -> tuple[str, ...]:
-    if body.stop is None:
-        return ()
-    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
 
 
 def _stop_ids(body: GenerationBody, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -245,11 +239,7 @@ def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -
 
 def _sampling(body: GenerationBody, seed: int, tokenizer: Tokenizer) -> SamplingParams:
     """OpenAI's defaults: temperature 1, everything else neutral. top_k -1 is vLLM's way to write 0 (off)."""
-    banned = (
-        tuple(dict.fromkeys((*_stop_ids(body, tokenizer), *_end_ids(body, tokenizer))))
-        if body.min_tokens
-        else ()
-    )
+    banned = (*_stop_ids(body, tokenizer), *_end_ids(body, tokenizer)) if body.min_tokens else ()
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
@@ -261,7 +251,7 @@ def _sampling(body: GenerationBody, seed: int, tokenizer: Tokenizer) -> Sampling
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_logit_bias(body.logit_bias, tokenizer.vocab_size),
         min_tokens=body.min_tokens or 0,
-        min_tokens_banned=banned,
+        min_tokens_banned=tuple(dict.fromkeys(banned)),
     )
 
 

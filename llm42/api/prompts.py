@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from llm42.api.messages import Message, Tool
-from llm42.api.requests import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, TemplateOptions
+from llm42.api.requests import (
+    MAX_PROMPTS,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TemplateOptions,
+    TokenizeBody,
+)
 from llm42.errors import RequestRejected
 from llm42.text.tokenizer import Tokenizer
 
@@ -21,10 +28,7 @@ Prompt = tuple[int, ...]
 def prompts_of(body: GenerationBody, context: int, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
     """Each not empty and inside the vocabulary. Raises RequestRejected with the field's name."""
     if isinstance(body, ChatBody):
-        tools = body.tools if body.tool_choice != "none" else None
-        text = render_chat(body.messages, tools, body, context, tokenizer)
-        raw = [tokenizer.encode(require_unicode(text, "messages"), add_special=bool(body.add_special_tokens))]
-        param = "messages"
+        raw, param = [chat_prompt(body.messages, body, context, tokenizer)], "messages"
     else:
         assert isinstance(body, CompletionBody)
         raw, param = _completion_prompts(body, context, tokenizer), "prompt"
@@ -39,28 +43,32 @@ def prompts_of(body: GenerationBody, context: int, tokenizer: Tokenizer) -> tupl
 
 def echoes_of(body: CompletionBody, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[str, ...]:
     """The text of each prompt: as it was given, or of its ids."""
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    texts = [p for p in given if isinstance(p, str)]
-    return tuple(texts) if texts else tuple(tokenizer.decode(p, skip_special=False) for p in prompts)
+    return tuple(_texts(body) or (tokenizer.decode(p, skip_special=False) for p in prompts))
 
 
 def echo_start(body: CompletionBody, tokenizer: Tokenizer) -> int:
     """Where in an echoed prompt's text its first token begins: the tokens in front of a text are no part of
     it, so they lie before 0."""
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    text = any(isinstance(p, str) for p in given)
-    added = tokenizer.begin_ids if text and body.add_special_tokens is not False else ()
+    added = tokenizer.begin_ids if _texts(body) and body.add_special_tokens is not False else ()
     return -sum(len(tokenizer.token_text(token)) for token in added)
 
 
-def render_chat(
+def chat_prompt(
+    messages: Sequence[Message], body: ChatBody | TokenizeBody, context: int, tokenizer: Tokenizer
+) -> list[int]:
+    """The messages' ids. Refuses what the template would leave out, and what cannot fit `context` tokens."""
+    tools = body.tools if body.tool_choice != "none" else None
+    text = require_unicode(_render(messages, tools, body, context, tokenizer), "messages")
+    return tokenizer.encode(text, add_special=bool(body.add_special_tokens))
+
+
+def _render(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
     options: TemplateOptions,
     context: int,
     tokenizer: Tokenizer,
 ) -> str:
-    """The prompt's text. Refuses what the template would leave out, and what cannot fit `context` tokens."""
     for message in messages:
         require_unicode(message.name or "", "messages")  # a template may leave it out
     parts = [str(part) for m in messages for part in m.for_template(further=False).values()]
@@ -72,13 +80,18 @@ def render_chat(
         )
     variables = _template_variables(options, tokenizer)
     if tools:
-        _require_tools(tokenizer)
+        if "tools" not in tokenizer.template_for(True).variables:
+            raise RequestRejected("This model's chat template knows no tools.", "tools")
         variables["tools"] = [tool.for_template() for tool in tools]
+    try:
+        date = datetime.date.fromisoformat(options.date) if options.date else None
+    except ValueError as error:
+        raise RequestRejected(f"date: {error}", "date") from error
     ending = bool(options.continue_final_message)
     text = tokenizer.apply_chat_template(
         [m.for_template() for m in messages],
         (not ending) if options.add_generation_prompt is None else options.add_generation_prompt,
-        date=_date(options.date),
+        date=date,
         continue_final_message=ending,
         **variables,
     )
@@ -117,20 +130,21 @@ def require_known(ids: Sequence[int], param: str, tokenizer: Tokenizer) -> None:
 
 
 def _completion_prompts(body: CompletionBody, context: int, tokenizer: Tokenizer) -> list[list[int]]:
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    ids = [p for p in given if isinstance(p, int)]
-    if ids:
+    texts, given = _texts(body), body.prompt if isinstance(body.prompt, list) else []
+    if ids := [p for p in given if isinstance(p, int)]:
         return [ids]
-    texts = [p for p in given if isinstance(p, str)]
     for text in texts:
         require_room(text, "prompt", context, tokenizer)
     special = body.add_special_tokens is not False
-    return [_encode(p, special, tokenizer) for p in texts] or [list(p) for p in given if isinstance(p, list)]
+    # empty text stays empty, so that it is refused even where a begin token would be put in front
+    encoded = [
+        tokenizer.encode(require_unicode(p, "prompt"), add_special=special) if p else [] for p in texts
+    ]
+    return encoded or [p for p in given if isinstance(p, list)]
 
 
-def _encode(text: str, special: bool, tokenizer: Tokenizer) -> list[int]:
-    """Empty text stays empty, so that it is refused even where a begin token would be put in front."""
-    return tokenizer.encode(require_unicode(text, "prompt"), add_special=special) if text else []
+def _texts(body: CompletionBody) -> list[str]:
+    return [p for p in ([body.prompt] if isinstance(body.prompt, str) else body.prompt) if isinstance(p, str)]
 
 
 def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -141,20 +155,6 @@ def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[
                 f"chat_template_kwargs: '{name}' cannot be set there.", "chat_template_kwargs"
             )
     return given
-
-
-def _date(text: str | None) -> datetime.date | None:
-    if text is None:
-        return None
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError as error:
-        raise RequestRejected(f"date: {error}", "date") from error
-
-
-def _require_tools(tokenizer: Tokenizer) -> None:
-    if "tools" not in tokenizer.template_for(True).variables:
-        raise RequestRejected("This model's chat template knows no tools.", "tools")
 
 
 def _require_nothing_lost(messages: Sequence[Message], text: str) -> None:

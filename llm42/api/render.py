@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -111,11 +112,12 @@ class Renderer:
             whole["llm42"] = self._evidence([choice]) | self._receipt(index)
         if self._plan.running_usage:
             whole["usage"] = self._usage()
-        return self._chunk(whole)
+        return self._envelope(".chunk") | whole
 
     def usage_chunk(self) -> dict[str, Any]:
         """What a stream says after the last choice when the client asked for usage."""
-        return self._chunk({"choices": [], "usage": self._usage(), "llm42": self._evidence(self._choices)})
+        last = {"choices": [], "usage": self._usage(), "llm42": self._evidence(self._choices)}
+        return self._envelope(".chunk") | last
 
     def reply(self) -> dict[str, Any]:
         """The whole reply."""
@@ -125,14 +127,13 @@ class Renderer:
             message = {"message": {"role": "assistant", "content": piece.text}}
             body = self._choice(index, piece, message)
             choices.append(body if self._plan.chat else body | self._of_prompt(index))
-        kind = "chat.completion" if self._plan.chat else "text_completion"
         receipts = [made for i in range(len(choices)) if (made := self._receipt(i))]
         evidence = self._evidence(self._choices)
         if receipts:
             evidence |= receipts[0] if len(choices) == 1 else {"receipts": [r["receipt"] for r in receipts]}
         prompt = self._of_prompt(0) if self._plan.chat else {}
         body = {"choices": choices, **prompt, "usage": self._usage(), "llm42": evidence}
-        return self._envelope(kind) | body
+        return self._envelope("") | body
 
     def _choice(self, index: int, piece: Delta, message: dict[str, Any]) -> dict[str, Any]:
         """A choice with what both kinds of reply say of it. message: a chat's."""
@@ -170,13 +171,10 @@ class Renderer:
             delta["content"] = piece.text
         return {"delta": delta}
 
-    def _chunk(self, body: dict[str, Any]) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk" if self._plan.chat else "text_completion") | body
-
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._plan.id,
-            "object": kind,
+            "object": f"chat.completion{kind}" if self._plan.chat else "text_completion",
             "created": self._plan.created,
             "model": self._model,
             "system_fingerprint": self._fingerprint,
@@ -214,10 +212,9 @@ class Renderer:
 
     def _evidence(self, choices: list[_Choice]) -> dict[str, Any]:
         """The `llm42` object: what determinism cost, summed over `choices`, and the seed."""
-        counts: dict[str, int] = asdict(RequestStats())
+        counts = Counter(asdict(RequestStats()))
         for choice in choices:
-            for name, value in asdict(choice.stats or RequestStats()).items():
-                counts[name] += value
+            counts.update(asdict(choice.stats or RequestStats()))
         origin = {name: value or None for name, value in self._origin(choices).items()}
         return {"deterministic": self._plan.deterministic, "seed": self._plan.seed, **counts, **origin}
 

@@ -202,8 +202,9 @@ class TokenizeBody(Part, TemplateOptions):
     def _one_of_two(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise about("prompt", "give either prompt or messages")
-        if self.prompt is not None:
-            _only_with_messages(self)
+        for name in TemplateOptions.model_fields if self.messages is None else ():
+            if not is_neutral(name, getattr(self, name)):  # a text's ids could not show it
+                raise about(name, "is for messages; a text is taken as it is")
         return self
 
     @model_validator(mode="after")
@@ -232,11 +233,3 @@ class DetokenizeBody(Part):
 @cache
 def _all_fields() -> frozenset[str]:
     return frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
-
-
-def _only_with_messages(body: TemplateOptions) -> None:
-    """Refuses what a text's ids could not show."""
-    for name in TemplateOptions.model_fields:
-        value = getattr(body, name)
-        if value is not None and not is_neutral(name, value):
-            raise about(name, "is for messages; a text is taken as it is")

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from llm42.api.errors import ModelNotFound
 from llm42.api.json_bodies import BodyReader, body_route
-from llm42.api.prompts import render_chat, require_known, require_room, require_unicode
+from llm42.api.prompts import chat_prompt, require_known, require_room, require_unicode
 from llm42.api.reply_writer import dump
 from llm42.api.requests import DetokenizeBody, TokenizeBody
 from llm42.config import Settings
@@ -33,16 +33,15 @@ def text_routes(settings: Settings, tokenizer: Tokenizer, reader: BodyReader) ->
     @router.post("/detokenize", response_model=dict[str, Any])
     async def detokenize(body: DetokenizeBody) -> Response:
         _require_model(body.model, settings)
-        return await written(lambda: _detokenize(body, tokenizer))
+        require_known(body.tokens, "tokens", tokenizer)
+        return await written(lambda: {"prompt": tokenizer.decode(body.tokens, False)})
 
     return router
 
 
 def _tokenize(body: TokenizeBody, context: int, tokenizer: Tokenizer) -> dict[str, Any]:
     if body.messages is not None:
-        tools = body.tools if body.tool_choice != "none" else None
-        text = require_unicode(render_chat(body.messages, tools, body, context, tokenizer), "messages")
-        ids = tokenizer.encode(text, add_special=bool(body.add_special_tokens))
+        ids = chat_prompt(body.messages, body, context, tokenizer)
     else:
         text = require_unicode(body.prompt or "", "prompt")
         require_room(text, "prompt", context, tokenizer)
@@ -51,11 +50,6 @@ def _tokenize(body: TokenizeBody, context: int, tokenizer: Tokenizer) -> dict[st
     if body.return_token_strs:
         reply["token_strs"] = [tokenizer.token_text(i) for i in ids]
     return reply
-
-
-def _detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    require_known(body.tokens, "tokens", tokenizer)
-    return {"prompt": tokenizer.decode(body.tokens, False)}
 
 
 def _require_model(name: str | None, settings: Settings) -> None:

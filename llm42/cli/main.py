@@ -39,7 +39,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        from llm42.telemetry.failures import kept_traceback, one_line
+        from llm42.telemetry.logs import kept_traceback, one_line
 
         fail(actionable(error) or f"{one_line(error)}{kept_traceback(error)}")
 

@@ -15,7 +15,7 @@ from llm42.cli.progress import Steps
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
 from llm42_serve.launch import Service
-from llm42_serve.ports import default_metrics_port
+from llm42_serve.preflight import default_metrics_port
 
 # messages have URLs, which a wrapped line would break
 out, err = Console(soft_wrap=True), Console(stderr=True, soft_wrap=True)

@@ -1,12 +1,16 @@
-"""The log of a process: text or JSON lines with request ids; prompts only where the settings ask for them."""
+"""The log of a process: text or JSON lines with request ids; prompts only where the settings ask for them.
+And an error as one line for a terminal, with its traceback in a file."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -15,6 +19,7 @@ from typing import Any, TextIO
 from llm42.config import TelemetrySettings
 
 LOGGERS = ("llm42", "llm42_serve")
+MAX_WORDS = 800
 _bound: ContextVar[Mapping[str, str]] = ContextVar("llm42_log_fields", default=MappingProxyType({}))
 
 
@@ -80,3 +85,26 @@ def configure(settings: TelemetrySettings, component: str, stream: TextIO | None
         log = logging.getLogger(name)
         log.handlers = [handler]
         log.setLevel(settings.log_level.upper())
+
+
+def one_line(error: BaseException) -> str:
+    """Its kind and its own words, without line breaks; of many words the last, where a cause stands."""
+    words = " ".join(str(error).split())
+    if len(words) > MAX_WORDS:
+        words = f"... {words[-MAX_WORDS:]}"
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def kept_traceback(error: BaseException) -> str:
+    """Writes the traceback to a new file; " (traceback: PATH)", or nothing where none can be written."""
+    text = "".join(traceback.format_exception(error))
+    with suppress(OSError):
+        handle, path = tempfile.mkstemp(prefix="llm42-error-", suffix=".log")
+        try:
+            with open(handle, "w", encoding="utf-8", errors="replace") as file:
+                file.write(text)
+        except OSError:
+            os.unlink(path)
+            raise
+        return f" (traceback: {path})"
+    return ""

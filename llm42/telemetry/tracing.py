@@ -102,8 +102,7 @@ def _exporter(settings: TelemetrySettings, component: str) -> SpanExporter:
         raise TracingUnavailable(
             "telemetry.traces: otlp needs its exporter: pip install opentelemetry-exporter-otlp-proto-http"
         ) from error
-    exporter: SpanExporter = OTLPSpanExporter(endpoint=settings.trace_endpoint)
-    return exporter
+    return OTLPSpanExporter(endpoint=settings.trace_endpoint)
 
 
 def _file_exporter(path: Path) -> SpanExporter:

@@ -15,7 +15,7 @@ from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.app import build
-from llm42_serve.ports import require_free_port
+from llm42_serve.preflight import require_free_port
 from tests.chart.generate import load
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"

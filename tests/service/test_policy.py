@@ -171,7 +171,7 @@ async def test_control_without_the_count_all_are_let_in(
     for broken in (False, True):
         release.clear()
         if broken:
-            monkeypatch.setattr(policy, "places", lambda _: 1e9)
+            monkeypatch.setattr(policy, "_most", lambda _: 10**9)
         async with client(tokenizer, script, settings_of()) as (http, _):
             calls = [
                 asyncio.create_task(

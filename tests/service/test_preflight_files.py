@@ -13,8 +13,7 @@ import pytest
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
 from llm42_serve.launch import Service
-from llm42_serve.ports import require_free_port
-from llm42_serve.preflight import check
+from llm42_serve.preflight import check, require_free_port
 from tests.conftest import free_port
 from tests.support import write_model
 

@@ -11,8 +11,8 @@ from ray.exceptions import RayActorError
 
 from llm42.errors import Overloaded
 from llm42.protocol import Commit, SamplingParams, VerifyTimings, Window
-from llm42_serve.replica import window_batches
-from llm42_serve.replica.window_batches import Answer, WindowBatches
+from llm42_serve.replica import member as window_batches
+from llm42_serve.replica.member import Answer, WindowBatches
 from tests.service.pools import Handle, pool_of
 from tests.service.stand_ins import answer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llm42_serve.signals import signals_later
+from llm42_serve.ray_node import signals_later
 
 KINDS = [signal.SIGINT, signal.SIGTERM]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from llm42.api.errors import ServiceUnavailable
 from llm42.config import ServerSettings
 from llm42.errors import FingerprintChanged, LLM42Error, Overloaded, VerifierUnavailable, VersionSkew
-from llm42.protocol import Delta, Request, RequestStats
+from llm42.protocol import Delta, Request
 from llm42.session.outputs import EngineFailed
 
 PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -92,7 +92,9 @@ class Failover:
         self.lost_at, self.refusals = 0.0, 0
         if delta.stats is None or not self.losses:
             return delta
-        return replace(delta, stats=_with_failovers(delta.stats, self.losses, len(self.sent)))
+        # the last replica counted its own share only; the tokens are all of them
+        stats = replace(delta.stats, failovers=self.losses, verified_tokens=len(self.sent))
+        return replace(delta, stats=stats)
 
     def _lost(self, error: Exception) -> None:
         """Raises the error unless the request may go on elsewhere."""
@@ -116,8 +118,3 @@ class Failover:
         elif isinstance(error, ELSEWHERE) and not self.sent and self.refusals < ADMISSION_TRIES:
             return
         raise error
-
-
-def _with_failovers(stats: RequestStats, losses: int, tokens: int) -> RequestStats:
-    """The last replica counted its own share only; the tokens are all of them."""
-    return replace(stats, failovers=losses, verified_tokens=tokens)

@@ -130,7 +130,7 @@ class Ingress:
         self._tokenizer = check_model(self._settings.model)
         telemetry = self._settings.telemetry
         configure(telemetry, "ingress")
-        self._metrics = RayMetrics([Scope.INGRESS], in_replica=True, model=self._settings.model.name)
+        self._metrics = RayMetrics(Scope.INGRESS, in_replica=True, model=self._settings.model.name)
         self._backend = RayBackend(
             fastpath,
             request_facts(self._settings, self._tokenizer),

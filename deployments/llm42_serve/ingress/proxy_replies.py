@@ -11,9 +11,11 @@ import uuid
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api.errors import RETRY_AFTER_S, error_object
+from llm42.api.reply_writer import DONE, event
 
 CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """With them any client could switch off what Serve does for all: they are for a proxy before it."""
@@ -59,8 +61,8 @@ class ProxyReplies:
             await self._app(scope, receive, send)
             return
         kept = [header for header in scope["headers"] if _passes(*header)]
-        reply = _Reply(send, Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex)
-        await self._app(dict(scope) | {"headers": kept}, receive, reply.take)
+        reply = _Reply(scope, receive, send)
+        await self._app({**scope, "headers": kept}, receive, reply.take)
         await reply.end()
 
 
@@ -77,8 +79,9 @@ def _passes(name: bytes, value: bytes) -> bool:
 class _Reply:
     """One reply on its way out."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send, self._id = send, request_id
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self._id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
         self._begun = self._replaced = self._events = self._ended = False
         self._held: Message | None = None
         """The start of an error in plain text: its body says whose it is."""
@@ -118,19 +121,14 @@ class _Reply:
         if not self._begun or self._held is not None:
             await self._error(*_BROKEN)
         elif self._events and not self._ended:
-            error = error_object(_LOST, 503, None, "service_unavailable")
-            body = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()
+            error = event(json.dumps(error_object(_LOST, 503, None, "service_unavailable")))
+            body = (error + DONE).encode()
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _error(self, status: int, message: str, code: str) -> None:
-        body = json.dumps(error_object(message, status, None, code)).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "x-request-id": self._id,
-        }
+        body = json.dumps(error_object(message, status, None, code))
+        headers = {"x-request-id": self._id}
         if status in RETRY_AFTER_S:
             headers["retry-after"] = str(RETRY_AFTER_S[status])
-        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        reply = Response(body, status, headers, media_type="application/json")
+        await reply(self._scope, self._receive, self._send)

@@ -41,8 +41,6 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             return [[random.choice(candidate_replicas)]]
         if len(pending_request.args) > 2 and pending_request.args[2]:
             return [candidate_replicas]  # refused or lost once: wherever the queue is shortest
-        held = {name: self._held(replica) for name, replica in by_name.items()}
+        lengths = self.replica_queue_len_cache
+        held = {name: lengths.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         return [[by_name[n] for n in rank] for rank in ranks(request.prompt[:PREFIX_TOKENS], held) if rank]
-
-    def _held(self, replica: RunningReplica) -> int:
-        return self.replica_queue_len_cache.get(replica.replica_id) or 0

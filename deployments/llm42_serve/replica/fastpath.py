@@ -35,12 +35,6 @@ def admission_for(settings: Settings) -> Admission:
     return Admission(settings.engine.places, server.max_queued, server.deterministic_share, queue_s)
 
 
-def devices_of(settings: Settings) -> float:
-    """GPUs that a replica holds; without one, CPU threads of its engine."""
-    engine = settings.engine
-    return engine.thread_count if settings.model.device == "cpu" else engine.gpus_per_replica * engine.gpus
-
-
 class FastPath:
     """Owns an engine. Its health is its own engine's: verifiers may come and go without a restart here."""
 
@@ -49,7 +43,7 @@ class FastPath:
         telemetry, model = self._settings.telemetry, self._settings.model
         configure(telemetry, "fastpath")
         self._tracer = make_tracer(telemetry, "fastpath")
-        self._metrics = RayMetrics([m.Scope.REPLICA], in_replica=True, model=model.name)
+        self._metrics = RayMetrics(m.Scope.REPLICA, in_replica=True, model=model.name)
         self._replica, self._served = serve.get_replica_context().replica_tag, 0
         self._admission = admission_for(self._settings)
         self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
@@ -141,18 +135,14 @@ class FastPath:
         require_agreement(status.request, self._sides(facts))
         return status.fingerprint
 
-    def _skew(self, facts: Facts | None) -> str:
-        """Why deterministic requests are refused though there are verifiers; empty when they are not."""
+    async def status(self, facts: Facts | None = None) -> Status:
+        """For /health: never waits for the engine or a verifier. facts: of who asks."""
+        load, members, skew = self._engine.load(), self._pool.members, ""
         try:
             if self._pool.ready:
                 self._agreed(facts)
         except VersionSkew as error:
-            return str(error)
-        return ""
-
-    async def status(self, facts: Facts | None = None) -> Status:
-        """For /health: never waits for the engine or a verifier. facts: of who asks."""
-        load, members, skew = self._engine.load(), self._pool.members, self._skew(facts)
+            skew = str(error)
         return Status(
             serving=self._engine.alive,
             replica=self._replica,
@@ -177,7 +167,8 @@ class FastPath:
             raise RuntimeError("the engine's loop has ended")
 
     async def _report(self) -> None:
-        preempted, devices = 0, devices_of(self._settings)
+        engine, cpu = self._settings.engine, self._settings.model.device == "cpu"
+        preempted, devices = 0, engine.thread_count if cpu else engine.gpus_per_replica * engine.gpus
         while True:
             load = self._engine.load()
             self._metrics.set(m.KV_USED, load.kv_used)

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from llm42.config import Settings
 from llm42_serve.verifiers.names import DETACHED, supervisor_name
-from llm42_serve.verifiers.supervisor import Membership
+from llm42_serve.verifiers.supervisor import Membership, Supervisor
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
@@ -79,8 +79,6 @@ class SupervisorLink:
 
 def get_or_create_supervisor(settings: Settings, model_identity: str) -> Any:
     """The supervisor's handle. Blocks like get_or_create_verifier."""
-    from llm42_serve.verifiers.supervisor import Supervisor
-
     name = supervisor_name(settings, model_identity)
     actor = ray.remote(Supervisor).options(name=name, num_cpus=0.05, **DETACHED)
     return actor.remote(settings.model_dump(mode="json"), model_identity)

@@ -19,10 +19,10 @@ from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.protocol import Commit, Failure, Window
+from llm42.protocol import Commit, Window
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
-from llm42_serve.replica.member import Member
+from llm42_serve.replica.member import Answer, Member
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.names import get_actor
@@ -35,8 +35,6 @@ MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 AVOID_S = 5.0
 """How long a verifier whose call failed is only a last resort."""
-
-Answer = Commit | Failure
 
 
 class VerifierPool:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import ray
+
 from llm42.config import Settings
 from llm42.errors import ModelFileError, VerifierUnavailable
 from llm42.fingerprint.environment import UnsteadyKernels
@@ -55,15 +57,11 @@ class VerifierStatus:
 
 def node_id() -> str:
     """Ray's id of this process's node; empty outside of Ray."""
-    import ray
-
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 def _actor_name() -> str:
     """The name of the actor that this process is."""
-    import ray
-
     return (ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None) or "unnamed"
 
 
@@ -152,24 +150,21 @@ class VerifierActor:
                 log.error("%s: the process ends, so that Ray starts it anew", lost)
                 os._exit(1)
         log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
-        import ray
-
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def status(self) -> VerifierStatus:
         """The state; asking renews the lease."""
         self._renewed = time.monotonic()
-        if self._verifier is not None and (lost := _lost(self._verifier)):
+        if self._verifier is None:
+            state: State = "failed" if self._failure else "starting"
+            return VerifierStatus(state, None, self._failure or self._doing, os.getpid())
+        if lost := _lost(self._verifier):
             return VerifierStatus("failed", None, lost, os.getpid())
-        if self._verifier is not None:
-            self._verifier.forget_idle(self._settings.verifier.idle_s)
-            stats, name = self._verifier.stats(), self._verifier.fingerprint
-            counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
-            facts = self._verifier.manifest.get("request")
-            return VerifierStatus("ready", name, "", os.getpid(), *counters, facts)
-        if self._failure:
-            return VerifierStatus("failed", None, self._failure, os.getpid())
-        return VerifierStatus("starting", None, self._doing, os.getpid())
+        self._verifier.forget_idle(self._settings.verifier.idle_s)
+        stats, name = self._verifier.stats(), self._verifier.fingerprint
+        counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
+        facts = self._verifier.manifest.get("request")
+        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts)
 
     async def verify(self, windows: list[Window], cold: bool = False) -> list[Commit | Failure]:
         """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises

@@ -97,8 +97,6 @@ class Supervisor:
         self._metrics = actor_metrics(m.Scope.SUPERVISOR, model=self._settings.model.name)
         self._task = asyncio.get_event_loop().create_task(self._run())
 
-    # ---- called by replicas
-
     async def membership(self) -> Membership:
         """Who is there; asking renews the lease."""
         self._renewed = time.monotonic()
@@ -123,8 +121,6 @@ class Supervisor:
                 pause = CONDEMNED_PAUSE_S * 2 ** (watched.condemned - 1)
                 watched.not_before = time.monotonic() + pause
                 await self._kill(watched)
-
-    # ---- the watch
 
     @property
     def _wanted(self) -> list[Watched]:
@@ -180,7 +176,11 @@ class Supervisor:
         handle = watched.handle
         try:
             if handle is None:
-                handle = await self._create(watched)
+                create = get_or_create_verifier
+                handle = await asyncio.to_thread(create, watched.name, self._settings, self._identity)
+                watched.adopt(handle)
+                actor_id = watched.actor_id
+                event(log, "verifier adopted or created", verifier=watched.name, actor_id=actor_id)
             asked = time.monotonic()
             async with asyncio.timeout(STATUS_TIMEOUT_S):  # wait_for may swallow the end of the watch
                 status = await handle.status.remote()
@@ -192,12 +192,6 @@ class Supervisor:
             _log_change(watched, status)
             watched.record_answer(status, asked)
             self._fresh_status = True
-
-    async def _create(self, watched: Watched) -> Any:
-        handle = await asyncio.to_thread(get_or_create_verifier, watched.name, self._settings, self._identity)
-        watched.adopt(handle)
-        event(log, "verifier adopted or created", verifier=watched.name, actor_id=watched.actor_id)
-        return handle
 
     async def _unanswered(self, watched: Watched, error: Exception) -> None:
         """What a status call that failed says of its verifier."""
