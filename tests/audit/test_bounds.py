@@ -220,13 +220,13 @@ async def test_an_audit_over_http_is_counted_so(
     lab: Lab, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[tuple[str, int]] = []
-    hold = KeyPolicy.hold
+    taken = KeyPolicy.held
 
-    def counted(self: KeyPolicy, outputs: int, pieces: AsyncGenerator[Any, None]) -> Any:
+    def counted(self: KeyPolicy, outputs: int) -> Any:
         held.append((self.name, outputs))
-        return hold(self, outputs, pieces)
+        return taken(self, outputs)
 
-    monkeypatch.setattr(KeyPolicy, "hold", counted)
+    monkeypatch.setattr(KeyPolicy, "held", counted)
     tree = settings.model_dump(mode="json")
     tree["server"]["api_keys"] = [{"name": "k", "sha256": hashlib.sha256(b"secret").hexdigest()}]
     async with client(lab, Settings.load(tree)) as (http, _):
