@@ -11,10 +11,10 @@ from typing import Any
 
 import ray
 
-from llm42.telemetry.metrics import CATALOGUE, Kind, Metric, Metrics, NullMetrics, Scope
+from llm42.telemetry.metrics import CATALOGUE, Kind, Metric, Metrics, Scope
 
 
-class RayMetrics:
+class RayMetrics(Metrics):
     """Series of one scope. Inside Serve they also have application, deployment and replica as labels."""
 
     def __init__(self, scope: Scope, in_replica: bool, **common: str) -> None:
@@ -31,14 +31,10 @@ class RayMetrics:
                 series = make(metric.name, description=metric.help, tag_keys=metric.label_names, **extra)
                 series.set_default_tags(dict(common))
                 self._series[metric.name] = series
-                self._begin(metric)
-
-    def _begin(self, metric: Metric) -> None:
-        """Counters exist from the start: Prometheus takes no increase from a series that begins with 1, so
-        the first audit mismatch would go unnoticed. `inc` refuses 0, hence the call beneath it."""
-        if metric.kind is Kind.COUNTER:
-            for labels in metric.combinations():
-                self._series[metric.name]._record(0.0, tags=labels)
+                # Counters exist from the start: Prometheus takes no increase from a series that begins with
+                # 1, so the first audit mismatch would go unnoticed. `inc` refuses 0, hence what is beneath it.
+                for labels in metric.combinations() if metric.kind is Kind.COUNTER else ():
+                    series._record(0.0, tags=labels)
 
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Adds to a counter; zero is dropped, which Ray refuses."""
@@ -56,4 +52,4 @@ class RayMetrics:
 
 def actor_metrics(scope: Scope, **common: str) -> Metrics:
     """The sink of a plain actor; nothing outside of Ray."""
-    return RayMetrics(scope, in_replica=False, **common) if ray.is_initialized() else NullMetrics()
+    return RayMetrics(scope, in_replica=False, **common) if ray.is_initialized() else Metrics()

@@ -18,12 +18,11 @@ from starlette.requests import Request as HttpRequest
 
 from llm42 import __version__
 from llm42.api import errors
-from llm42.api.asgi import BodyLimit, ClientGone, RequestIds, until_disconnect
+from llm42.api.asgi import BodyLimit, ClientGone, Cors, Front, RequestIds, until_disconnect
 from llm42.api.audit_routes import audit_routes
 from llm42.api.backend import Backend
 from llm42.api.deltas import interleave, streams_of
 from llm42.api.docs_page import HEADERS, page
-from llm42.api.front import Cors, Front
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from llm42.api.keys import KeyGate, KeyPolicy
 from llm42.api.logprobs import require_few
@@ -36,7 +35,7 @@ from llm42.api.text_routes import text_routes
 from llm42.config import Settings
 from llm42.errors import LLM42Error
 from llm42.receipt import Keyring
-from llm42.telemetry.metrics import Metrics, NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def create_app(
         redirect_slashes=False,  # Front takes them as they are
         strict_content_type=False,
     )
-    answers, reader = errors.Errors(metrics or NullMetrics()), BodyReader(settings)
+    answers, reader = errors.Errors(metrics or Metrics()), BodyReader(settings)
     app.router.route_class = body_route(reader)
     app.add_exception_handler(RequestValidationError, answers.on_validation_error)
     app.add_exception_handler(HTTPException, answers.on_http_exception)

@@ -42,7 +42,6 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/api/audit_*.py": _COMPARES,
     "llm42/api/docs_page.py": "a page for people",
     "llm42/api/errors.py": "what is said instead of an output",
-    "llm42/api/front.py": _REFUSES,
     "llm42/api/keys.py": _REFUSES,
     "llm42/api/text_routes.py": "ids of texts and texts of ids; no generated output",
     "llm42_serve/app.py": _STARTS,

@@ -14,7 +14,7 @@ from llm42.engine.build import build_engine
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.driver import Generator
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.tracing import make_tracer
 from llm42.text.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class Local:
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The generator's stream, logged and traced as a service's."""
         decode = self.tokenizer.decode if self.settings.telemetry.log_prompts else None
-        observed = Observed(request, NullMetrics(), self._tracer, decode)
+        observed = Observed(request, Metrics(), self._tracer, decode)
         async with aclosing(observed.run(self.generator.generate(observed.request))) as deltas:
             async for delta in deltas:
                 yield delta

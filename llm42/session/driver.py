@@ -58,7 +58,7 @@ class Generator:
         tracer: Tracer | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.verifier = engine, tokenizer, settings, verifier
-        self.metrics: m.Metrics = metrics or m.NullMetrics()
+        self.metrics: m.Metrics = metrics or m.Metrics()
         self.tracer: Tracer = tracer or Tracer()
         self._streams = 0
         """Best-effort requests in progress whose clients read along."""

@@ -1,8 +1,8 @@
 """Every metric, defined once (name, kind, help, unit, labels, buckets), and the interface that emits them.
 
 Code that counts takes a `Metrics` and names a definition of this file: `metrics.inc(ROLLBACKS)`. Inside Ray
-the sink is deployments/llm42_serve/ray_metrics.py, which puts `ray_` before each name; else it is
-`NullMetrics`. Counters get the suffix `_total` from the sink.
+the sink is deployments/llm42_serve/ray_metrics.py, which puts `ray_` before each name; else it
+drops everything. Counters get the suffix `_total` from the sink.
 
 No label is unbounded: each has a fixed list of values, whatever else comes becoming "other", or is bounded by
 how many processes there are, which its definition says.
@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 OTHER = "other"
 
@@ -232,8 +231,8 @@ VERIFIER_DEATHS = _define(_S, _C, "verifier_deaths", "verifiers", "Verifiers tha
 CONDEMNED = _define(_S, _C, "verifiers_condemned", "verifiers", "Verifiers removed after an audit")
 
 
-class Metrics(Protocol):
-    """A sink. Labels are keyword arguments and must be exactly those of the definition."""
+class Metrics:
+    """A sink; this one drops all. Labels are keyword arguments and must be exactly those of the definition."""
 
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
@@ -243,12 +242,3 @@ class Metrics(Protocol):
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """Adds one observation to a histogram."""
-
-
-class NullMetrics:
-    """Drops everything."""
-
-    def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
-        """Does nothing."""
-
-    set = observe = inc

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llm42.protocol import Commit, Failure, SamplingParams, TokenLogprob, Window
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.spot_check import Auditor, kind_of
 
 WINDOW = Window("cmpl-7-0", (40, 41, 42), 2, (50,), SamplingParams())
@@ -43,7 +43,7 @@ class Pool:
 
 async def logged(caplog: pytest.LogCaptureFixture, log_values: bool) -> str:
     first, second = Member("v1", commit()), Member("v2", commit(logprob=-0.171875))
-    auditor = Auditor(Pool(first, second), 1.0, NullMetrics(), log_values)  # type: ignore[arg-type]
+    auditor = Auditor(Pool(first, second), 1.0, Metrics(), log_values)  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO):
         await auditor.audit(first, [WINDOW], [commit()])  # type: ignore[arg-type]
     (record,) = caplog.records

@@ -12,7 +12,7 @@ import pytest
 from llm42.config import ServerSettings
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, Window
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42_serve.ingress.ingress import RayBackend
 from tests.support import Lab, Wrapped, both_engines, collect, differences, request_of
 
@@ -98,7 +98,7 @@ def shown(handle: Handle) -> tuple[list[int], bool]:
     async def run() -> tuple[list[int], bool]:
         tokens: list[int] = []
         try:
-            backend = RayBackend(handle, {}, ServerSettings(), NullMetrics())  # type: ignore[arg-type]
+            backend = RayBackend(handle, {}, ServerSettings(), Metrics())  # type: ignore[arg-type]
             async for delta in backend.generate(request_of("h", 1)):
                 tokens += delta.token_ids
         except Overloaded:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.protocol import SamplingParams, Window
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
@@ -16,7 +16,7 @@ from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 
 def pool_of(*states: tuple[str, str | None]) -> VerifierPool:
     """A pool whose members have these states and fingerprints."""
-    pool = VerifierPool(Settings.load({"server": {"verifiers": len(states)}}), NullMetrics())
+    pool = VerifierPool(Settings.load({"server": {"verifiers": len(states)}}), Metrics())
     for number, (state, fingerprint) in enumerate(states):
         status = VerifierStatus(state, fingerprint, "because" if state == "failed" else "")  # type: ignore[arg-type]
         pool.members.append(Member(f"verifier-{number}", str(number), Handle(None), status))

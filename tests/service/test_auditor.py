@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from llm42.protocol import Commit, SamplingParams, Window
-from llm42.telemetry.metrics import AUDIT_MISMATCHES, AUDITS, NullMetrics
+from llm42.telemetry.metrics import AUDIT_MISMATCHES, AUDITS, Metrics
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.spot_check import Auditor, same_answer
 from tests.service.stand_ins import Actor, Call, answer
 
 
-class Counts(NullMetrics):
+class Counts(Metrics):
     """Counters by name."""
 
     def __init__(self) -> None:

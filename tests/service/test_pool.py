@@ -11,7 +11,7 @@ import pytest
 
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42_serve.placement import PREFIX_TOKENS
 from llm42_serve.replica import verifier_pool
 from llm42_serve.replica.verifier_pool import VerifierPool
@@ -65,7 +65,7 @@ def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> No
 
 
 async def test_the_watch_survives_a_failing_metrics_sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(NullMetrics):
+    class Broken(Metrics):
         def set(self, *_: Any, **__: Any) -> None:
             raise RuntimeError("no sink")
 

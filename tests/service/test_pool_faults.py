@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 
 from llm42.config import Settings
 from llm42.errors import Overloaded, VerifierUnavailable
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica import supervisor_link, verifier_pool
 from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.member import Member
@@ -117,7 +117,7 @@ async def test_a_silent_verifier_is_avoided_also_when_the_window_had_waited_for_
 
 async def test_admission_hears_of_windows_that_were_refused() -> None:
     admission = Admission(8, 8, 0.5, 0.5)
-    pool = VerifierPool(Settings.load({"server": {"verifiers": 1}}), NullMetrics(), admission.observe)
+    pool = VerifierPool(Settings.load({"server": {"verifiers": 1}}), Metrics(), admission.observe)
     handle = Handle(Overloaded("full"))
     pool.members = [Member("verifier-0", "0", handle, VerifierStatus("ready", "a"))]
     async with AsyncExitStack() as stack:

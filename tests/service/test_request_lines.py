@@ -15,7 +15,7 @@ from llm42.config import TelemetrySettings
 from llm42.errors import Overloaded
 from llm42.protocol import Delta, Request
 from llm42.telemetry.logs import LOGGERS, configure, event
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, chat, client, completion, hello
@@ -118,7 +118,7 @@ async def test_the_clients_id_and_the_keys_name_are_in_each_line(
     """Also in lines that tasks of the request write, in streams, and in no other request's."""
 
     async def observed(request: Request) -> AsyncGenerator[Delta, None]:
-        async for delta in Observed(request, NullMetrics()).run(hello(request)):
+        async for delta in Observed(request, Metrics()).run(hello(request)):
             yield delta
 
     async with client(tokenizer, observed, settings_of()) as (http, _):

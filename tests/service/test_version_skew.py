@@ -27,7 +27,7 @@ from llm42.errors import VersionSkew
 from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import require_agreement
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, Window
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
@@ -98,7 +98,7 @@ class World:
         made: Any = Replica()
         made._settings, made._replica, made._served = self.settings, "replica", 0
         made._admission = admission_for(self.settings)
-        made._pool = pool = VerifierPool(self.settings, NullMetrics())
+        made._pool = pool = VerifierPool(self.settings, Metrics())
         handle = SimpleNamespace(
             verify=Call(lambda windows, cold: self.verifier.verify(windows, cold)),
             manifest=Call(lambda: dict(self.verifier.manifest)),
@@ -122,7 +122,7 @@ class World:
         tokenizer = Tokenizer.load(settings.model.path)
         own = request_facts(settings, tokenizer) | facts
         remote: Any = Remote(*(replicas or [self.replica()]))
-        backend = RayBackend(remote, own, settings.server, NullMetrics())
+        backend = RayBackend(remote, own, settings.server, Metrics())
         transport = httpx.ASGITransport(create_app(settings, tokenizer, backend))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=300) as http:
             yield http

@@ -19,7 +19,7 @@ from llm42.config import TelemetrySettings
 from llm42.errors import Overloaded
 from llm42.protocol import Delta, FinishReason, Request, RequestStats
 from llm42.telemetry.logs import LOGGERS, configure, event
-from llm42.telemetry.metrics import NullMetrics
+from llm42.telemetry.metrics import Metrics
 from llm42.telemetry.request_metrics import Observed
 from llm42.telemetry.tracing import OtelTracer, Tracer, TracingUnavailable, make_tracer
 from tests.metrics_page import PrometheusMetrics
@@ -97,7 +97,7 @@ async def test_gaps_that_no_client_sees_are_not_measured(
 
 async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) -> None:
     configure(TelemetrySettings(log_format="json"), "ingress", log)
-    async for _ in Observed(REQUEST, NullMetrics()).run(deltas(FIRST, LAST)):
+    async for _ in Observed(REQUEST, Metrics()).run(deltas(FIRST, LAST)):
         pass
     line = json.loads(log.getvalue())
     assert line.pop("seconds") >= 0
@@ -108,7 +108,7 @@ async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) ->
         "request_id": "cmpl-1-0", "mode": "deterministic", "outcome": "finished", "prompt_tokens": 3,
         "output_tokens": 3, "fingerprint": "llm42-f", "windows": 2, "rollbacks": 1,
     }  # fmt: skip
-    async for _ in Observed(REQUEST, NullMetrics(), None, repr).run(deltas(FIRST, LAST)):
+    async for _ in Observed(REQUEST, Metrics(), None, repr).run(deltas(FIRST, LAST)):
         pass
     assert json.loads(log.getvalue().splitlines()[1])["prompt"] == "(7, 8, 9)"
 

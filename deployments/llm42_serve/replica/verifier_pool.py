@@ -88,12 +88,13 @@ class VerifierPool:
 
     async def settled(self) -> bool:
         """Waits until a verifier is ready, or every one has failed for now; whether one is ready."""
-        while self._settings.server.verifiers > 0:
-            states = [m.status.state if m.status else "unknown" for m in self.members]
-            if self.ready or (states and all(state == "failed" for state in states)):
-                break
+        while self._settings.server.verifiers > 0 and not self.ready and not self._all_failed:
             await asyncio.sleep(RETRY_PAUSE_S)
         return bool(self.ready)
+
+    @property
+    def _all_failed(self) -> bool:
+        return bool(self.members) and all(m.status and m.status.state == "failed" for m in self.members)
 
     def explain(self) -> str:
         """Why deterministic requests cannot be served; empty when they can."""
@@ -199,9 +200,7 @@ class VerifierPool:
 
     async def _ready_member(self, window: Window) -> Member:
         while (member := self._choose(window)) is None:
-            if self.members and all(
-                m.status is not None and m.status.state == "failed" for m in self.members
-            ):
+            if self._all_failed:
                 raise VerifierUnavailable(self.explain())
             await asyncio.sleep(RETRY_PAUSE_S)
         return member

@@ -60,11 +60,6 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
-def _actor_name() -> str:
-    """The name of the actor that this process is."""
-    return (ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None) or "unnamed"
-
-
 def _lost(verifier: Verifier) -> str:
     """Why it will never answer again; empty while it may."""
     if not verifier.alive:
@@ -90,7 +85,8 @@ class VerifierActor:
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
         configure(self._settings.telemetry, "verifier")
-        event(log, "verifier starts", verifier=_actor_name(), pid=os.getpid(), node=node_id())
+        self._name = (ray.is_initialized() and ray.get_runtime_context().get_actor_name()) or "unnamed"
+        event(log, "verifier starts", verifier=self._name, pid=os.getpid(), node=node_id())
         loop = asyncio.get_event_loop()
         self._tasks = [loop.create_task(self._start()), loop.create_task(self._expire())]
 
@@ -102,10 +98,8 @@ class VerifierActor:
                 self._verifier = await asyncio.to_thread(self._build)
                 self._failure = ""
                 seconds = round(time.monotonic() - began, 1)
-                fingerprint = self._verifier.fingerprint
-                event(
-                    log, "verifier is ready", verifier=_actor_name(), fingerprint=fingerprint, seconds=seconds
-                )
+                name = self._verifier.fingerprint
+                event(log, "verifier is ready", verifier=self._name, fingerprint=name, seconds=seconds)
                 self._tasks.append(asyncio.get_running_loop().create_task(self._report(self._verifier)))
             except (CertificationFailed, UnsteadyKernels) as error:
                 log.exception("certification failed")
@@ -130,14 +124,14 @@ class VerifierActor:
         began = time.monotonic()
         certificate = certificate_for(self._settings, model, tokenizer, progress=self._certifying)
         seconds = round(time.monotonic() - began, 1)
-        event(log, "verifier has certified", verifier=_actor_name(), seconds=seconds, kept=certificate.cached)
+        event(log, "verifier has certified", verifier=self._name, seconds=seconds, kept=certificate.cached)
         return build_verifier(self._settings, model, tokenizer, certificate, self._certifying).start()
 
     def _certifying(self, operator: str) -> None:
         self._doing = f"certifying {operator}"
 
     async def _report(self, verifier: Verifier) -> None:
-        metrics = actor_metrics(Scope.VERIFIER, model=self._settings.model.name, verifier=_actor_name())
+        metrics = actor_metrics(Scope.VERIFIER, model=self._settings.model.name, verifier=self._name)
         report = VerifierReport(verifier, self._settings, metrics)
         while True:
             report.report()

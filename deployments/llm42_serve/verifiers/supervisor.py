@@ -78,6 +78,7 @@ class Supervisor:
         self._settings, self._identity = Settings.load(settings), model_identity
         watch = self._settings.watch
         self._lease_s, self._renewed = lease_s or watch.lease_s / 2, time.monotonic()
+        self._pause_s = min(WATCH_S, self._lease_s / 4)
         server, verifier = self._settings.server, self._settings.verifier
         self._scaler = Scaler(
             server.verifiers, server.max_verifiers, verifier.target_queue_s, verifier.scale_down_s
@@ -144,10 +145,6 @@ class Supervisor:
         # its verifiers end by their own leases: another supervisor may be asking for them too
         log.warning("no replica has asked for %.0f s: the supervisor ends", self._lease_s)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-    @property
-    def _pause_s(self) -> float:
-        return min(WATCH_S, self._lease_s / 4)
 
     async def _watch(self, number: int) -> None:
         """Looks after one verifier while it is wanted. Each has a loop of its own: one that does not answer
