@@ -32,7 +32,7 @@ class RayMetrics(Metrics):
                 series.set_default_tags(dict(common))
                 self._series[metric.name] = series
                 # Counters exist from the start: Prometheus takes no increase from a series that begins with
-                # 1, so the first audit mismatch would go unnoticed. `inc` refuses 0, hence what is beneath it.
+                # 1, so the first audit mismatch would go unnoticed. `inc` refuses 0, hence the call beneath.
                 for labels in metric.combinations() if metric.kind is Kind.COUNTER else ():
                     series._record(0.0, tags=labels)
 

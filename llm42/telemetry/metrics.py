@@ -232,7 +232,7 @@ CONDEMNED = _define(_S, _C, "verifiers_condemned", "verifiers", "Verifiers remov
 
 
 class Metrics:
-    """A sink; this one drops all. Labels are keyword arguments and must be exactly those of the definition."""
+    """A sink; this one drops all. Labels are keyword arguments and must be exactly the definition's."""
 
     def inc(self, metric: Metric, value: float = 1.0, **labels: str) -> None:
         """Adds `value` >= 0 to a counter."""
