@@ -137,9 +137,7 @@ def sampling_dict(value: Any) -> dict[str, Any]:
         raise InvalidReceipt(f"sampling: unknown field {unknown[0]!r}")
     seed = value.get("seed", 0)
     if isinstance(seed, str):
-        if not (seed.isascii() and seed.isdecimal() and len(seed) <= 20):
-            raise InvalidReceipt("sampling.seed: an unsigned number of 64 bits is needed")
-        seed = int(seed)
+        seed = int(seed) if seed.isascii() and seed.isdecimal() and len(seed) <= 20 else -1
     if isinstance(seed, int) and not 0 <= seed < 2**64:
         raise InvalidReceipt("sampling.seed: an unsigned number of 64 bits is needed")
     return {**value, "seed": seed}

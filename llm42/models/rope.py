@@ -76,16 +76,12 @@ class RopeSettings:
         """Long wavelengths are divided by the factor, short ones kept, those between are blended."""
         import torch
 
-        context = self.original_max_position
+        context, low, high = self.original_max_position, self.low_freq_factor, self.high_freq_factor
         wavelength = 2 * math.pi / plain
-        smooth = (context / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        smooth = (context / wavelength - low) / (high - low)
         blended = (1 - smooth) * plain / self.factor + smooth * plain
-        scaled = torch.where(wavelength > context / self.low_freq_factor, plain / self.factor, plain)
-        between = (wavelength >= context / self.high_freq_factor) & (
-            wavelength <= context / self.low_freq_factor
-        )
+        scaled = torch.where(wavelength > context / low, plain / self.factor, plain)
+        between = (wavelength >= context / high) & (wavelength <= context / low)
         return torch.where(between, blended, scaled)
 
     def _yarn(self, plain: Tensor, head_dim: int) -> Tensor:

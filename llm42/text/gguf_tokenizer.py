@@ -160,11 +160,7 @@ def _add_tokens(result: tokenizers.Tokenizer, tokens: list[str], kinds: list[int
     """Control tokens become special; user-defined ones are matched whole but are ordinary text."""
     if odd := set(kinds).difference(_KINDS):
         raise UnsupportedModel(f"token_type {min(odd)} is not known", f"{_PREFIX}token_type")
-    by_kind = {
-        kind: [t for t, k in zip(tokens, kinds, strict=False) if k == kind]
-        for kind in (_CONTROL, _USER_DEFINED)
-    }
-    result.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in by_kind[_CONTROL]]
-    )
-    result.add_tokens([AddedToken(token, normalized=False) for token in by_kind[_USER_DEFINED]])
+    pairs = [*zip(tokens, kinds, strict=False)]
+    control = [AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind == _CONTROL]
+    result.add_special_tokens(control)
+    result.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == _USER_DEFINED])

@@ -275,11 +275,8 @@ class Verifier:
         """Rows per job, at most the largest bucket: windows first, but a quarter is kept for the oldest
         prompt."""
         budget, plan, used = self._buckets[-1], list[tuple[Job, int]](), 0
-        short: list[Job] = []
-        long: list[Job] = []
-        for job in self._active:
-            if job.left:
-                (short if job.left <= budget // 2 else long).append(job)
+        short = [job for job in self._active if 0 < job.left <= budget // 2]
+        long = [job for job in self._active if job.left > budget // 2]
         for jobs, limit in ((short, budget - (budget // 4 if long else 0)), (long, budget)):
             for job in jobs:
                 if used >= limit:
@@ -292,11 +289,8 @@ class Verifier:
     def _answer(self, job: Job) -> None:
         window, sequence = job.window, job.sequence
         assert sequence is not None
-        accepted = 0
-        while (
-            accepted < len(window.candidates) and job.sampled[accepted].token == window.candidates[accepted]
-        ):
-            accepted += 1
+        pairs = enumerate(zip(job.sampled, window.candidates, strict=False))
+        accepted = next((i for i, (s, given) in pairs if s.token != given), len(window.candidates))
         if not all(s.finite for s in job.sampled[: accepted + 1]):
             self._store.discard(sequence)
             self._stats.failures += 1

@@ -53,10 +53,8 @@ class Guard:
 
 def watch(parent: int, before: set[int]) -> None:
     """Until it is told to quit, or standard input ends: then it kills."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # whoever stops the parent's processes must not begin with this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # who stops the parent's processes must not begin here
+        signal.signal(number, signal.SIG_IGN)
     watched: dict[int, str | None] = {}
     starting = True
     while True:
