@@ -7,10 +7,16 @@ comparisons.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from llm42.fingerprint.digests import digest
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON-ready value, 16 hex digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint(full: Mapping[str, Any]) -> str:

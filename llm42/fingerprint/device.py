@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm42.fingerprint.digests import digest
+from llm42.fingerprint import digest
 from llm42.host.linked import mapped_file
 from llm42.host.threads import usable_threads
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from llm42.errors import LLM42Error
-from llm42.fingerprint.digests import digest
+from llm42.fingerprint import digest
 from llm42.host.linked import find
 
 PREFIXES = (

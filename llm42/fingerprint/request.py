@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm42.config import Settings
-from llm42.fingerprint.digests import digest
+from llm42.fingerprint import digest
 from llm42.fingerprint.libraries import installed_version
 from llm42.fingerprint.source import code_hash
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llm42.config import Settings
+from llm42.fingerprint import digest
 from llm42.fingerprint.device import device_facts, table_digest
-from llm42.fingerprint.digests import digest
 from llm42.fingerprint.environment import steering_variables
 from llm42.fingerprint.libraries import library_versions, loaded_libraries, torch_build
 from llm42.fingerprint.source import code_hash

@@ -18,8 +18,7 @@ from llm42 import fingerprint as fp
 from llm42.checkpoint.load import load_for, load_model, sampled_identity
 from llm42.cli.main import app
 from llm42.config import Settings
-from llm42.fingerprint import device, libraries
-from llm42.fingerprint.digests import digest
+from llm42.fingerprint import device, digest, libraries
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer

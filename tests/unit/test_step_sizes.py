@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
-from llm42.fingerprint.digests import digest
+from llm42.fingerprint import digest
 from llm42.host.threads import torch_threads
 from llm42.models.weights import LoadedModel
 from llm42.text.tokenizer import Tokenizer

@@ -17,8 +17,7 @@ import torch
 
 from llm42.cache import BlockPool, KVCache
 from llm42.config import EngineSettings
-from llm42.engine.base import SAME_ID, EngineLoad, EngineOutput, Sink
-from llm42.engine.limits import require_known_ids, require_room
+from llm42.engine.base import SAME_ID, EngineLoad, EngineOutput, Sink, require_known_ids, require_room
 from llm42.engine.torch.batch import BatchRunner, Rows
 from llm42.engine.torch.running import Running
 from llm42.errors import Overloaded

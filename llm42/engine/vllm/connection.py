@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.limits import require_known_ids
+from llm42.engine.base import require_known_ids
 from llm42.engine.vllm.guard import Guard
 from llm42.engine.vllm.options import (
     MAX_LOGPROBS,

@@ -26,8 +26,7 @@ from contextlib import aclosing
 from typing import Any
 
 from llm42.config import Settings
-from llm42.engine.base import SAME_ID, EngineLoad, Sink
-from llm42.engine.limits import require_room
+from llm42.engine.base import SAME_ID, EngineLoad, Sink, require_room
 from llm42.engine.vllm.connection import Connection, connect
 from llm42.engine.vllm.sampling import arguments_of, finish_of, reason_of, token_logprobs
 from llm42.engine.vllm.stream import Attempt, Stream
