@@ -33,7 +33,7 @@ class Words:
         def get(self, token: int, default: Any = None) -> tuple[bytes, bool]:
             return f"<{token}>".encode(), False
 
-    identity, _pieces, _special_ids = "words", Pieces(), frozenset[int]()
+    identity, pieces, special_ids = "words", Pieces(), frozenset[int]()
 
     def token_text(self, token: int) -> str:
         return f"<{token}>"
