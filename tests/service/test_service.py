@@ -382,7 +382,7 @@ async def test_without_a_real_verifier_the_checks_above_fail(
     assert refused.value.status_code == 503
     assert "retry-after" in refused.value.response.headers
     ray.get(handle.open.remote())
-    for _ in range(50):
+    for _ in range(int(WAIT_S / 0.2)):
         if json.loads((await client.get("/../health", cast_to=httpx.Response)).text)["deterministic"]:
             break
         await asyncio.sleep(0.2)
