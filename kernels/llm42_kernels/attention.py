@@ -179,8 +179,8 @@ def paged_reference(
     tables: list[list[int]],
     block: int,
 ) -> Tensor:
-    """float64 version of `TritonAttention.run`: gathers each sequence's keys and attends row by row.
-    q [T, Hq, D], caches [slots, Hk, D] -> [T, Hq, D] float64 on the CPU."""
+    """float64 version of `TritonAttention.run`, on the CPU: a sequence's keys are gathered, its rows attend.
+    q [T, Hq, D], caches [slots, Hk, D] -> [T, Hq, D] of q's dtype."""
     out, row = [], 0
     for first, rows, table in zip(start, count, tables, strict=True):
         keys = torch.arange(first + rows, device=q.device)
