@@ -104,6 +104,14 @@ class VerifierMachine(RuleBasedStateMachine):
         self.begun += 1
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data(), prompt=st.lists(st.sampled_from([0, 1, 0, 1, 2, 3]), min_size=1, max_size=9))
+    def begin_again(self, data: st.DataObject, prompt: list[int]) -> None:
+        """The word that a request is over was lost, and another one comes under its name."""
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.orphans += self.live[name].calls
+        self.live[name] = Live(len(prompt), list(prompt))
+
+    @precondition(lambda self: self.live)
     @rule(data=st.data(), right=st.lists(st.sampled_from([True, True, True, False]), max_size=6))
     def send(self, data: st.DataObject, right: list[bool]) -> None:
         """A new window, or the present one again: its answer was lost, or is late."""
@@ -302,7 +310,6 @@ class CancelsAtTheEnd(Verifier):
 
 
 BROKEN_STORES = [
-    TrustsTheOldTokens,
     WritesPublishedBlocks,
     LeaksOnFailure,
     KeepsHalfWrittenBlocks,
@@ -353,6 +360,24 @@ def test_a_retry_that_fills_the_whole_cache_is_answered() -> None:
         drain(verifier)
         assert same(call.result(timeout=0), right_answer(window, "fp"))
     assert shadow.violations == []
+
+
+def readings_of_two_prompts_under_one_name(store: type[KVStore]) -> list[str]:
+    """What a second prompt's rows have read that is not its own."""
+    verifier, shadow = verifier_of(store=store)
+    for tokens in ([0, 1, 0, 1, 2], [3, 2, 1, 0, 2, 1]):
+        call = verifier.submit(window_of("one", tokens))
+        drain(verifier)
+        call.result(timeout=0)
+    return shadow.violations
+
+
+def test_another_prompt_under_a_used_name_reads_nothing_of_the_first() -> None:
+    assert readings_of_two_prompts_under_one_name(KVStore) == []
+
+
+def test_control_a_store_that_trusts_the_old_tokens_is_noticed() -> None:
+    assert readings_of_two_prompts_under_one_name(TrustsTheOldTokens) != []
 
 
 def test_prompts_that_do_not_fit_together_take_turns() -> None:
