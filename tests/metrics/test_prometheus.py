@@ -87,10 +87,11 @@ def test_the_rollback_rate_is_that_of_the_replies(prometheus: Prometheus, traffi
     replies = traffic.replies[PLANTED]
     expected = replies["rollbacks"] / replies["verified_tokens"]
     # rate() extends each counter to the window's borders, but not to before it would have been 0: the two
-    # differ in that by about a percent. The counts themselves are compared exactly, above.
-    assert finite(prometheus, expression) == [pytest.approx(expected, rel=0.03)]
+    # differ in that, by a percent, or by several where scrapes are late. The counts themselves are compared
+    # exactly, above.
+    assert finite(prometheus, expression) == [pytest.approx(expected, rel=0.1)]
     other = traffic.replies[APP_NAME]
-    assert other["rollbacks"] / other["verified_tokens"] != pytest.approx(expected, rel=0.03), "a control"
+    assert other["rollbacks"] / other["verified_tokens"] != pytest.approx(expected, rel=0.1), "a control"
 
 
 def test_a_planted_mismatch_shows_as_such(prometheus: Prometheus, traffic: Traffic) -> None:
