@@ -100,6 +100,8 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
     """Its fingerprint is the pool's, for it was right when it started: only the audit can tell."""
     audited = with_server(tree, verifiers=verifiers, fastpath_replicas=1, ingress_replicas=1)
     audited = audited | {"verifier": tree["verifier"] | {"audit_share": 1.0, "max_waiting": 250 + verifiers}}
+    # nobody asks for the planted one until there is a replica
+    audited = audited | {"watch": {"lease_s": 600.0}}
     settings = Settings.load(audited)
     identity = sampled_identity(settings.model.path)
     name = verifier_names(settings, identity, verifiers)[0]
