@@ -146,6 +146,27 @@ def test_small_steps_are_dropped_when_only_large_ones_agree(
     assert certificate.buckets == (16, 64)
 
 
+class KeepsSizes(CPUCertifier):
+    """A device on which every provider must pass at every size, as on a GPU."""
+
+    drops_sizes = False
+
+
+def test_where_no_size_may_be_dropped_the_operator_fails(
+    by_row: dict[str, Any], settings: Settings, loaded: tuple[LoadedModel, Tokenizer]
+) -> None:
+    """The control is the test above: where sizes may be dropped the same operators pass."""
+    right = by_row.pop("row")
+    by_row["broken"] = _depends_on_the_step
+    with pytest.raises(CertificationFailed, match="broken: linear: step size"):
+        KeepsSizes(loaded[0], settings.verifier).run()
+    by_row["row"] = right
+    certificate = KeepsSizes(loaded[0], settings.verifier).run()
+    assert certificate.providers["linear"] == "row"
+    assert [(r.provider, r.passed) for r in certificate.reports[:2]] == [("broken", False), ("row", True)]
+    assert certificate.buckets == settings.verifier.buckets
+
+
 def test_nan_and_minus_zero_count_as_bits() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert same_bits(nan, nan.clone())
