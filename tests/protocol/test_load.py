@@ -350,6 +350,11 @@ class Granted:
         self.granted = max(self.granted, limit)
         self.inner.extend(request_id, limit)
 
+    def rollback(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
+        """Grants as well: whether there is one depends on this machine's products."""
+        self.granted = max(self.granted, limit)
+        self.inner.rollback(request_id, output, epoch, limit)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
