@@ -40,6 +40,15 @@ if "LLM42_TEST_THREADS" in os.environ:
     _verifier_threads(int(os.environ["LLM42_TEST_THREADS"]))
 
 
+@pytest.fixture
+def shipped_defaults() -> Iterator[None]:
+    """For tests of the defaults themselves: as they are without tests/isa.py."""
+    count = VerifierSettings.model_fields["threads"].default
+    _verifier_threads(1)
+    yield
+    _verifier_threads(count)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whoever uses the cluster is marked so: the marker decides in which process a test runs."""
     for item in items:

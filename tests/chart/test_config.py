@@ -42,6 +42,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("example", [None, helm.example("cpu-demo")], ids=["defaults", "cpu-demo"])
+@pytest.mark.usefixtures("shipped_defaults")
 def test_the_demonstration_is_serve_config_yaml(example: Path | None) -> None:
     ours, theirs = settings(helm.serve_config(helm.render(example))), settings(FILE)
     assert {k: v for k, v in ours.items() if v != theirs[k]} == DIFFERENCES
@@ -56,6 +57,7 @@ def test_apart_from_the_settings_too() -> None:
     assert ours == {"proxy_location": "EveryNode", "http_options": {"port": FILE["http_options"]["port"]}}
 
 
+@pytest.mark.usefixtures("shipped_defaults")
 def test_a_setting_that_differs_is_noticed() -> None:
     rendered = helm.render(helm.example("cpu-demo"), values="config: {session: {lookahead: 256}}")
     ours, theirs = settings(helm.serve_config(rendered)), settings(FILE)

@@ -29,6 +29,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("shipped_defaults")
 def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> None:
     data = yaml.safe_load(CONFIG.read_text())
     (app,) = ServeDeploySchema.model_validate(data).applications
@@ -45,6 +46,7 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
     assert read_serve_config(CONFIG) == absolute(Settings())
 
 
+@pytest.mark.usefixtures("shipped_defaults")
 def test_it_is_what_the_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_config = load("serve_config").serve_config
     assert CONFIG.read_text() == serve_config(), "python helm/serve_config.py > serve_config.yaml"

@@ -21,6 +21,7 @@ from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
 
 
+@pytest.mark.usefixtures("shipped_defaults")
 def test_names_follow_the_settings_that_matter() -> None:
     def names(tree: dict[str, Any], identity: str = "a") -> list[str]:
         return verifier_names(Settings.load(tree), identity, 3)
