@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VerificationFailed
 from llm42.local.affinity_trace import OperatorDifference, first_difference
-from llm42.local.assembly import Local, Progress
+from llm42.local.assembly import Local, Output, Progress, output_of
 from llm42.local.demo import PROMPTS
 from llm42.protocol import Failure, Request, SamplingParams, Window
-from llm42.session.driver import Generator
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
@@ -29,15 +27,6 @@ EQUAL = 1e-5
 """Log-probabilities this near are equal: sums over the vocabulary in another order differ by less."""
 TRACED_TOKENS = 24
 WINDOWS_AT_ONCE = 64
-
-
-@dataclass(slots=True)
-class Output:
-    """One request as the fast path answered it."""
-
-    prompt: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -124,21 +113,15 @@ def _window(
 
 
 async def fast_outputs(
-    generator: Generator, prompts: Sequence[Sequence[int]], max_tokens: int, concurrent: int
+    local: Local, prompts: Sequence[Sequence[int]], max_tokens: int, concurrent: int
 ) -> list[Output]:
     """What the fast path answers to greedy best-effort requests, `concurrent` at a time, in their order."""
     gate = asyncio.Semaphore(concurrent)
 
     async def one(index: int, prompt: Sequence[int]) -> Output:
-        out = Output(tuple(prompt))
-        request = Request(
-            f"affinity-{index}", out.prompt, max_tokens, SamplingParams(), False, num_logprobs=0
-        )
-        async with gate, aclosing(generator.generate(request)) as deltas:
-            async for delta in deltas:
-                out.tokens += delta.token_ids
-                out.logprobs += [x.logprob for x in delta.logprobs]
-        return out
+        request = Request(f"affinity-{index}", tuple(prompt), max_tokens, num_logprobs=0)
+        async with gate:
+            return await output_of(local.generate(request))
 
     return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
 
@@ -162,7 +145,7 @@ def measure_affinity(
     with Local(settings, progress=progress) as local:
         prompts = chat_prompts(local.tokenizer, requests)
         progress("Generating")
-        outputs = asyncio.run(fast_outputs(local.generator, prompts, max_tokens, concurrent))
+        outputs = asyncio.run(fast_outputs(local, prompts, max_tokens, concurrent))
         progress("Comparing")
         tokens, logprobs = [o.tokens for o in outputs], [o.logprobs for o in outputs]
         found = asyncio.run(compare_outputs(local.verifier, prompts, tokens, logprobs))
@@ -172,7 +155,7 @@ def measure_affinity(
             report.note = "operators are compared where both sides run in this process on CPU"
             return report
         progress("Comparing operators")
-        prompt = outputs[0].prompt
+        prompt = prompts[0]
         sequence = (*prompt, *outputs[0].tokens)[: len(prompt) + TRACED_TOKENS]
         parts = settings, engine.model, cpu_operators(), local.verifier.manifest
         report.operator = first_difference(*parts, sequence, len(prompt), concurrent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from llm42.checkpoint.description import load_tokenizer
@@ -12,7 +13,7 @@ from llm42.config import Settings
 from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
 from llm42.models.weights import LoadedModel
-from llm42.protocol import Commit, Delta, Failure, Request, Window
+from llm42.protocol import Commit, Delta, Failure, Request, RequestStats, Window
 from llm42.session.driver import Generator
 from llm42.telemetry.metrics import Metrics
 from llm42.telemetry.request_metrics import Observed
@@ -26,6 +27,26 @@ from llm42_kernels.operators import Operators
 
 Progress = Callable[[str], None]
 """Told what is going on: a step, or a step and, after a colon, more about it."""
+
+
+@dataclass(slots=True)
+class Output:
+    """One request's whole output: token ids, and the log-probabilities that it asked for."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stats: RequestStats | None = None
+
+
+async def output_of(deltas: AsyncGenerator[Delta, None]) -> Output:
+    """A stream read to its end."""
+    found = Output()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            found.tokens += delta.token_ids
+            found.logprobs += [x.logprob for x in delta.logprobs]
+            found.stats = delta.stats or found.stats
+    return found
 
 
 class Local:

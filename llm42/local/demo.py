@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.local.assembly import Local
+from llm42.local.assembly import Local, Output, output_of
 from llm42.local.demo_products import batch_dependent
-from llm42.protocol import Request, RequestStats, SamplingParams
+from llm42.protocol import Request, SamplingParams
 from llm42.verifier.certify.certificate import Certificate
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.operators import Operators
@@ -91,7 +91,6 @@ class DemoResult:
         }
 
 
-Output = tuple[list[int], list[float], RequestStats | None]
 Progress = Callable[[str, int], None]
 """progress(what is going on, finished requests to add)"""
 
@@ -143,16 +142,10 @@ class Demo:
             stop_token_ids=self.local.tokenizer.eos_token_ids,
             num_logprobs=0,
         )
-        ids: list[int] = []
-        logprobs: list[float] = []
-        stats = None
-        async for delta in self.local.generate(request):
-            ids += delta.token_ids
-            logprobs += [x.logprob for x in delta.logprobs]
-            stats = delta.stats or stats
+        output = await output_of(self.local.generate(request))
         if label:
             self.progress(label, 1)
-        return ids, logprobs, stats
+        return output
 
     async def _noise(self) -> None:
         """`load` best-effort streams of random prompts and lengths, each replaced when it ends."""
@@ -172,20 +165,19 @@ class Demo:
     def _compare(self, alone: Sequence[Output], loaded: Sequence[Output], t0: float, t1: float) -> ModeResult:
         result = ModeResult()
         for index, (a, b) in enumerate(zip(alone, loaded, strict=True)):
-            if a[0] != b[0]:
+            if a.tokens != b.tokens:
                 result.diverged += 1
-                result.first_differences.append(
-                    Divergence(PROMPTS[index % len(PROMPTS)], first_difference(a[0], b[0]))
-                )
-            result.logprobs_diverged += a[1] != b[1]
-            for stats in (a[2], b[2]):
+                where = Divergence(PROMPTS[index % len(PROMPTS)], first_difference(a.tokens, b.tokens))
+                result.first_differences.append(where)
+            result.logprobs_diverged += a.logprobs != b.logprobs
+            for stats in (a.stats, b.stats):
                 if stats is not None:
                     result.rollbacks += stats.rollbacks
                     result.rolled_back_tokens += stats.rolled_back_tokens
                     result.verified_tokens += stats.verified_tokens
                     result.windows += stats.windows
-        result.tokens_s_alone = round(sum(len(a[0]) for a in alone) / t0, 1)
-        result.tokens_s_loaded = round(sum(len(b[0]) for b in loaded) / t1, 1)
+        result.tokens_s_alone = round(sum(len(a.tokens) for a in alone) / t0, 1)
+        result.tokens_s_loaded = round(sum(len(b.tokens) for b in loaded) / t1, 1)
         return result
 
 

@@ -15,8 +15,9 @@ from llm42 import fingerprint as fp
 from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
-from llm42.local.affinity import Comparison, Output, compare_outputs
+from llm42.local.affinity import Comparison, compare_outputs
 from llm42.local.affinity_trace import first_difference
+from llm42.local.assembly import Output
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.sampling import sample_row
@@ -56,7 +57,7 @@ def compared(*arguments: Any) -> Comparison:
 @pytest.fixture(scope="module")
 def own(parts: Parts) -> Output:
     """What the verifier itself answers, 24 tokens."""
-    out = Output(PROMPT)
+    out = Output()
     for _ in range(24):
         window = Window("own", (*PROMPT, *out.tokens), len(PROMPT), (), SamplingParams())
         (answer,) = verified(parts[1], window)
