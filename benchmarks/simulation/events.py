@@ -49,9 +49,9 @@ class Stream:
 
     session: Session
     position: int = 0
-    """Output tokens that the driver was told of."""
+    """Output tokens that the driver was given."""
     pending: int = 0
-    """Decoded and not told yet."""
+    """Decoded and not reported yet."""
     limit: int = 0
     queued: bool = False
     """In the batch, before it, or on the way to it."""
@@ -96,8 +96,8 @@ class Simulation:
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.batch: dict[Stream, None] = {}
         self.waiting: tuple[deque[Stream], deque[Stream]] = deque(), deque()  # resubmitted, new
-        self.stepping = self.verifying = self.hosting = self.telling = False
-        self.told: dict[Stream, None] = {}  # with pending tokens
+        self.stepping = self.verifying = self.hosting = self.reporting = False
+        self.reported: dict[Stream, None] = {}  # with pending tokens
         self.host: deque[tuple[Callable[[], float], Callable[[], None]]] = deque()  # cost, event
         self.windows: list[list[Any]] = []  # [stream, window, arrival, rows left, first row's time]
 
@@ -138,7 +138,7 @@ class Simulation:
 
     def _resubmit(self, stream: Stream) -> None:
         self.batch.pop(stream, None)
-        self.told.pop(stream, None)
+        self.reported.pop(stream, None)
         stream.pending = 0
         stream.queued, stream.attempt = True, stream.attempt + 1
         attempt = stream.attempt
@@ -174,10 +174,10 @@ class Simulation:
             if attempt != stream.attempt or stream.session.done:
                 continue
             stream.pending += 1
-            self.told[stream] = None
-        if self.told and not self.telling:
-            self.telling = True
-            self._on_host(lambda: self.costs.host_per_output * len(self.told), self._tell)
+            self.reported[stream] = None
+        if self.reported and not self.reporting:
+            self.reporting = True
+            self._on_host(lambda: self.costs.host_per_output * len(self.reported), self._report)
         self._step()
 
     # ---- the driver's process: one thing at a time; tokens that wait for it come together
@@ -198,11 +198,11 @@ class Simulation:
 
             self._at(self.now + cost(), done)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Passes on what the fast path has decoded, up to each request's bound."""
-        self.telling = False
-        told, self.told = self.told, {}
-        for stream in told:
+        self.reporting = False
+        reported, self.reported = self.reported, {}
+        for stream in reported:
             session, start = stream.session, stream.position
             many = min(stream.pending, stream.limit - start)
             tokens = [WRONG if self.rng.random() < self.rate else RIGHT for _ in range(many)]
@@ -212,9 +212,9 @@ class Simulation:
                 stream.queued = False
                 self.total.stood += stream.limit < session.request.max_tokens
             if many and not session.done:
-                self._told(stream, session.candidates(session.epoch, start, tokens))
+                self._apply(stream, session.candidates(session.epoch, start, tokens))
 
-    def _told(self, stream: Stream, actions: list[Action]) -> None:
+    def _apply(self, stream: Stream, actions: list[Action]) -> None:
         """What the driver does after an event."""
         session = stream.session
         for action in actions:
@@ -232,7 +232,7 @@ class Simulation:
         stream.rollbacks, stream.lost = session.stats.rollbacks, session.stats.rolled_back_tokens
         if session.done:
             self.batch.pop(stream, None)
-            self.told.pop(stream, None)
+            self.reported.pop(stream, None)
             self._enter(self.costs.output)
         else:
             self._ask(stream)
@@ -290,7 +290,7 @@ class Simulation:
     def _committed(self, stream: Stream, commit: Commit) -> None:
         self.total.windows += 1
         self.total.latency += self.now - stream.sent
-        self._told(stream, stream.session.commit(commit, self.now))
+        self._apply(stream, stream.session.commit(commit, self.now))
 
 
 def answer(window: Window, timings: VerifyTimings) -> Commit:

@@ -6,7 +6,7 @@ Needs no vLLM, so it is tested without; draw.py puts it into vLLM's step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,7 @@ class History(Sequence[int]):
         yield from self._prompt
         yield from self._output
 
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-    def __getitem__(self, at: int | slice) -> int | list[int]:
+    def __getitem__(self, at: Any) -> Any:
         return list(self)[at]
 
 

@@ -42,7 +42,6 @@ class Stats:
     """vLLM's own figures, as of its last step."""
 
     running: int = 0
-    waiting: int = 0
     kv_usage: float = 0.0
     """Share of the KV cache that requests hold; what is only cached does not count."""
     preemptions: int = 0
@@ -216,7 +215,6 @@ def _stat_logger_class(stats: Stats) -> Any:
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_kwargs: Any) -> None:
             if scheduler_stats is not None:
                 stats.running = scheduler_stats.num_running_reqs
-                stats.waiting = scheduler_stats.num_waiting_reqs
                 stats.kv_usage = scheduler_stats.kv_cache_usage
                 stats.steps += 1
             if iteration_stats is not None:
