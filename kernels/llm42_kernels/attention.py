@@ -89,17 +89,9 @@ class TritonAttention:
             hopper = tuple(descriptor(x, block) for x in flat)  # type: ignore[no-untyped-call]
         return Sources((k_cache, v_cache), tma or (), hopper or ())
 
-    def attend(
-        self,
-        tile: Tile,
-        q: Tensor,
-        out: Tensor,
-        sources: Sources,
-        tables: Tensor,
-        items: Tensor,
-        count: Tensor,
-    ) -> None:
-        """Runs the items of one tile height. q, out [T, Hq, D]; tables, items, count int32 on the device."""
+    def attend(self, tile: Tile, q: Tensor, out: Tensor, sources: Sources, *items: Tensor) -> None:
+        """Runs the items of one tile height. q, out [T, Hq, D]; items: block tables, work items and their
+        number, int32 on the device."""
         from llm42_kernels.gpu import attention as gpu
         from llm42_kernels.gpu.launch import STRICT
 
@@ -108,7 +100,7 @@ class TritonAttention:
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_N=shape.block_n,
             SEGMENT=shape.segment, PAGE=shape.block_size, num_warps=tile.warps, **STRICT,
         )  # fmt: skip
-        work = (tables, items, count, self._acc, self._md, shape.scale)
+        work = (*items, self._acc, self._md, shape.scale)
         if tile.load == "hopper":
             from llm42_kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
 

@@ -51,16 +51,7 @@ class FlashOrderAttention(TritonAttention):
         # rounded twice, as the library does: the scale to float32, then its product with log2 e
         self.scale = float(np.float32(float(np.float32(shape.dim**-0.5)) * LOG2_E))
 
-    def attend(
-        self,
-        tile: Tile,
-        q: Tensor,
-        out: Tensor,
-        sources: Sources,
-        tables: Tensor,
-        items: Tensor,
-        count: Tensor,
-    ) -> None:
+    def attend(self, tile: Tile, q: Tensor, out: Tensor, sources: Sources, *items: Tensor) -> None:
         """Runs the items. Arguments as TritonAttention.attend."""
         from llm42_kernels.gpu.attention_flash import flash_kernel
         from llm42_kernels.gpu.launch import STRICT, interpreted
@@ -68,7 +59,7 @@ class FlashOrderAttention(TritonAttention):
         shape = self.shape
         keys_values = sources.tma if tile.load == "tma" else sources.tensors
         flash_kernel[(self.sms * tile.per_sm,)](
-            q, out, *keys_values, tables, items, count, self.scale,
+            q, out, *keys_values, *items, self.scale,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_M=tile.block_m,
             PARTS=shape.block_n // 64, PAGE=shape.block_size, TMA=tile.load == "tma",
             EXACT=not interpreted(), num_warps=tile.warps, num_stages=tile.stages, **STRICT,

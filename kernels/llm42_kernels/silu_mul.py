@@ -52,8 +52,4 @@ def launch_silu_mul(x: Tensor, out: Tensor, library_exp: bool = False) -> None:
     )
 
 
-CUDA_PROVIDERS = {
-    "triton": silu_mul_triton,
-    "torch": silu_mul_torch,
-    "library-exp": silu_mul_library_exp,
-}
+CUDA_PROVIDERS = {"triton": silu_mul_triton, "torch": silu_mul_torch, "library-exp": silu_mul_library_exp}

@@ -200,11 +200,7 @@ def _logprobs(found: Mapping[str, Any], chat: bool) -> tuple[tuple[float, ...] |
     """Log-probabilities, how they spell the tokens, and a field that is none of them, in words."""
     if not chat:
         names = Names(_texts(found, "tokens"), offsets=_offsets(found))
-        return (
-            floats_of(found, "token_logprobs"),
-            names,
-            _foreign(found, COMPLETION_LOGPROBS, "logprobs"),
-        )
+        return (floats_of(found, "token_logprobs"), names, _foreign(found, COMPLETION_LOGPROBS, "logprobs"))
     content, odd = found.get("content"), _foreign(found, CHAT_LOGPROBS, "logprobs")
     if content is None:
         return None, Names(), odd

@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llm42.audit.claim import (
-    Claim,
-    body_of,
-    complete,
-    differing,
-    model_in,
-    of_receipt,
-    require_known,
-)
+from llm42.audit.claim import Claim, body_of, complete, differing, model_in, of_receipt, require_known
 from llm42.audit.exchange import claims_of_exchange
 from llm42.audit.values import BadRecord, floats_of, ids_of, object_of, require_plain, text_of
 from llm42.fingerprint import fingerprint as fingerprint_of

@@ -265,9 +265,7 @@ def cuda_runner(
     )
 
 
-def _wishes(
-    sequences: list[SequenceRows],
-) -> tuple[list[int], list[Draw], dict[int, list[int]]]:
+def _wishes(sequences: list[SequenceRows]) -> tuple[list[int], list[Draw], dict[int, list[int]]]:
     """Logit rows that need more than an argmax, what they need, and number of alternatives -> logit rows."""
     general: list[int] = []
     asked: list[Draw] = []
