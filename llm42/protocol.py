@@ -131,6 +131,12 @@ class Window:
     """The candidates are not to be checked but scored: all stand, each with its own log-probability."""
     cache_salt: str = ""
     """As the request's."""
+    credit: int = 0
+    """How many tokens the verifier may decode by itself after its own next token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the output; said where there is credit."""
+    max_len: int = 0
+    """Length of prompt and output together at which the output ends; said where there is credit."""
 
 
 @across_releases
@@ -148,9 +154,11 @@ class VerifyTimings:
 @across_releases
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The verifier's answer: `accepted` candidates stand, then comes `next_token` (correction or bonus).
+    """The verifier's answer: `accepted` candidates stand, then comes `next_token` (correction or bonus), then
+    `decoded`, what the verifier decoded by itself.
 
-    logprobs has `accepted + 1` entries, the last for `next_token`. `base` is `len(window.tokens)`.
+    logprobs has an entry for each of these tokens. `base` is how many tokens, of prompt and output, stand
+    before them: `len(window.tokens)` in a window's first commit. Where a window had credit, more follow.
     """
 
     request_id: str
@@ -160,6 +168,12 @@ class Commit:
     logprobs: tuple[TokenLogprob, ...]
     fingerprint: str
     timings: VerifyTimings = VerifyTimings()
+    decoded: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """How many tokens stand after it."""
+        return self.base + len(self.logprobs)
 
 
 @across_releases
