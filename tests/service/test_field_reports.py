@@ -18,7 +18,7 @@ import pytest
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
 from llm42_serve.launch import Service
-from tests.service.served import on_a_real_model_too, on_the_tiny_model_only
+from tests.service.served import on_the_tiny_model_only
 from tests.service.traffic import Answer, ask, noise
 
 pytestmark = pytest.mark.service
@@ -311,7 +311,6 @@ async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> 
             assert reply.headers["content-type"].startswith("application/json")
 
 
-@on_a_real_model_too
 async def test_r53_a_rollout_can_be_scored_again(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:

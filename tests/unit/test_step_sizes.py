@@ -27,7 +27,7 @@ from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.scheduler import Verifier
 from llm42.verifier.sizes import PROVIDER_ROWS, REFERENCE_ROWS
 from llm42_kernels import linear_cpu
-from tests.support import SAMPLED, answer_of, request_of, window_of, write_model
+from tests.support import SAMPLED, answer_of, request_of, sweep, window_of, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_the_list_does_not_choose_the_provider(
     assert len({v.fingerprint for v in found}) == 1
 
 
-@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("size", sweep([1, 4, 8], quick=(4,)))
 def test_block_and_cache_size_change_no_bit(
     base: Settings, loaded: tuple[LoadedModel, Tokenizer], size: int
 ) -> None:
