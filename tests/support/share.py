@@ -9,5 +9,6 @@ import pytest
 
 
 def sweep(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters of a test: `make test` takes those in `quick`, `make test-all` all."""
-    return [pytest.param(v, marks=() if v in quick else pytest.mark.slow) for v in values]
+    """A test's parameters, a tuple being several: `make test` takes those in `quick`, `make test-all` all."""
+    marks = [(v, () if v in quick else pytest.mark.slow) for v in values]
+    return [pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=mark) for v, mark in marks]
