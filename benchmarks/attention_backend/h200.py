@@ -161,13 +161,16 @@ class Bench:
         # without times (a kernel that hangs when it is timed) the plainer one is safe
         return found.get("best") or ("tma" if "tma" in right else None)
 
-    def boot(self, small: str | None) -> None:
-        """Both engines at once."""
-        for kind in ("plain", "ours") if small else ("plain",):
-            self.sides[kind] = Process(kind, small or "-", self.args.out)
+    def start(self, kind: str, small: str) -> None:
+        """An engine's process; `wait` waits until it is ready."""
+        self.sides[kind] = Process(kind, small, self.args.out)
+
+    def wait(self) -> None:
+        """Until the engines that were started are ready, or given up."""
+        end = time.monotonic() + self.args.boot_s
         for kind, side in list(self.sides.items()):
             try:
-                side.answer(max(1.0, min(self.args.boot_s, self.left_s)))
+                side.answer(max(1.0, min(end - time.monotonic(), self.left_s)))
             except Dead as error:
                 self.drop(kind, f"boot: {error}")
 
@@ -315,13 +318,17 @@ def main() -> None:
     try:
         parts = [bench.agreement, bench.decode, bench.prompts, bench.loads]
         began = time.monotonic()
+        if not args.only_check:
+            bench.start("plain", "-")  # it compiles on the host while the kernels are checked
         small = bench.check()
         bench.raw |= {"small": small}
         bench.raw["seconds"]["check"] = round(time.monotonic() - began, 1)
         bench.save()
         if not args.only_check:
             began = time.monotonic()
-            bench.boot(small)
+            if small:
+                bench.start("ours", small)
+            bench.wait()
             bench.raw["seconds"]["boot"] = round(time.monotonic() - began, 1)
             for part in parts:
                 began = time.monotonic()
