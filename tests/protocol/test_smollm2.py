@@ -30,7 +30,7 @@ from tests.support import (
     collect,
 )
 
-TOKENS = 28
+TOKENS = 20
 PROMPTS = ("Why is the sky blue?", "Explain recursion to a ten-year-old.", "Write a haiku about winter.")
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 slow = pytest.mark.slow
