@@ -51,11 +51,22 @@ class Part:
 
 
 HERE = "not service and not gpu and not vllm"
+CLUSTERS = "service and not gpu and not vllm"
+STARTS_ITS_OWN = (
+    "tests/service/test_behind_a_proxy.py",
+    "tests/service/test_failed_starts.py",
+    "tests/service/test_serve_command.py",
+    "tests/chaos/test_nodes.py",
+)
+"""What does not use the cluster of tests/conftest.py."""
 UNIT = Part("unit", ("tests/unit", "tests/chart"), HERE)
 REST = Part("rest", ("tests", "--ignore=tests/unit", "--ignore=tests/chart"), HERE)
 CLUSTER = Part(
-    "cluster", ("tests/service", "tests/chaos", "tests/metrics"), "service and not gpu and not vllm"
+    "cluster",
+    ("tests/service", "tests/chaos", "tests/metrics", *(f"--ignore={file}" for file in STARTS_ITS_OWN)),
+    CLUSTERS,
 )
+STARTS = Part("starts", STARTS_ITS_OWN, CLUSTERS)
 INTERPRETER = Part(
     "interpreter",
     ("tests/interpreter",),
@@ -70,9 +81,9 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "vllm":
         return [VLLM]
     if tier == "all":
-        return [CLUSTER, REST, UNIT, INTERPRETER]
+        return [CLUSTER, REST, UNIT, STARTS, INTERPRETER]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
-    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, REST, UNIT)]
+    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, REST, UNIT, STARTS)]
     return [*quick, INTERPRETER]
 
 

@@ -62,13 +62,17 @@ class TritonAttention:
     """Provider `triton`: launches the kernels over plans that lie in device memory (nothing here
     synchronises)."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device, partials: int = 512) -> None:
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, partials: int = 512, slots: int | None = None
+    ) -> None:
+        """partials: pieces of split items in a step; slots: their tokens (None: enough for tall ones)."""
         from llm42_kernels.gpu.launch import multiprocessors
 
         self.shape = shape
         self.sms = multiprocessors(device)
-        self.planner = Planner(shape, self.sms * shape.large.per_sm, partials)
-        rows = partials * shape.kv_heads * shape.large.block_m
+        self.planner = Planner(shape, self.sms * shape.large.per_sm, partials, slots)
+        tall = shape.large.block_m // shape.group
+        rows = (partials * tall if slots is None else slots) * shape.heads
         self._acc = torch.empty(rows * shape.block_d, dtype=torch.float32, device=device)
         self._md = torch.empty(rows * 2, dtype=torch.float32, device=device)
 
@@ -102,11 +106,13 @@ class TritonAttention:
         )  # fmt: skip
         work = (*items, self._acc, self._md, shape.scale)
         if tile.load == "hopper":
-            from llm42_kernels.gpu.attention_hopper import MAX_REGISTERS, attention_hopper_kernel
+            from llm42_kernels.gpu import attention_hopper as hopper
 
-            attention_hopper_kernel[grid](
-                q, out, *sources.hopper, *work, STAGES=tile.stages, maxnreg=MAX_REGISTERS, **fixed
-            )
+            kernel = {
+                128: hopper.attention_hopper_kernel, 64: hopper.attention_hopper_rows_kernel,
+            }[tile.block_m]  # fmt: skip
+            registers = hopper.MAX_REGISTERS[tile.block_m]
+            kernel[grid](q, out, *sources.hopper, *work, STAGES=tile.stages, maxnreg=registers, **fixed)
             return
         keys_values = sources.tma if tile.load == "tma" else sources.tensors
         gpu.attention_kernel[grid](
@@ -114,17 +120,19 @@ class TritonAttention:
             num_stages=tile.stages, **fixed,
         )  # fmt: skip
 
-    def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor) -> None:
+    def combine(self, tile: Tile, out: Tensor, items: Tensor, count: Tensor, rows: int | None = None) -> None:
         """Merges into out [T, Hq, D] the segments of the tiles that `attend` computed in pieces; items and
-        count int32 on the device."""
+        count int32 on the device. rows: the most rows of an item, tokens x heads of a group, a power of two
+        (None: the tile's)."""
         from llm42_kernels.gpu import attention as gpu
         from llm42_kernels.gpu.launch import STRICT
 
-        shape = self.shape
+        shape, most = self.shape, rows or tile.block_m
+        together = min(16, most)
         gpu.combine_kernel[(self.sms * 2,)](
             out, items, count, self._acc, self._md,
             HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.dim, BLOCK_D=shape.block_d,
-            BLOCK_M=tile.block_m, ROWS=16, num_warps=4, **STRICT,
+            BLOCK_M=most, ROWS=together, AHEAD=min(32, 128 // together), num_warps=4, **STRICT,
         )  # fmt: skip
 
     def run(

@@ -17,7 +17,7 @@ LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8
 """int32 fields of a work item: first row, tokens, first position, table offset, first segment, last segment
 (exclusive), partial slot or -1, unused. Of a combine item: first row, tokens, unused x 2, first partial
-slot, segments, unused x 2."""
+slot, segments, unused x 2. A partial takes one slot per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Tile:
     per_sm: int
     load: Literal["pointer", "tma", "hopper"] = "pointer"
     """How keys and values come in: by address (any block size), as tensor-map tiles, or as tensor-map tiles
-    loaded by a warp of its own (gpu/attention_hopper.py, 128 rows)."""
+    loaded by a warp of its own (gpu/attention_hopper.py, 128 or 64 rows)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +107,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Planner:
-    """Cuts the rows of a step into work items. `programs` is what runs at once; `partials` bounds the split
-    items."""
+    """Cuts the rows of a step into work items. `programs` is what runs at once; `partials` bounds the pieces
+    of split items, `slots` their tokens (None: enough for tall ones)."""
 
     shape: AttentionShape
     programs: int
     partials: int
+    slots: int | None = None
     _empty: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, ITEM_FIELDS), np.int32))
 
     def plan(self, row0: NDArray[Any], count: NDArray[Any], start: NDArray[Any], table: NDArray[Any]) -> Plan:
@@ -154,18 +155,20 @@ class Planner:
         reach."""
         if not len(items) or _keys(items).max() <= 1.25 * fair:
             return items, self._empty
-        segments = items[:, 5]
+        segments, slots = items[:, 5], items[:, 5] * items[:, 1]
         over = (_keys(items) > 1.25 * fair) & (segments > 1)
         over &= np.cumsum(np.where(over, segments, 0)) <= self.partials
+        if self.slots is not None:
+            over &= np.cumsum(np.where(over, slots, 0)) <= self.slots
         chosen = items[over]
         if not len(chosen):
             return items, self._empty
-        parts = chosen[:, 5]
-        first = np.cumsum(parts) - parts
+        parts, used = chosen[:, 5], slots[over]
+        first = np.cumsum(used) - used
         pieces = np.repeat(chosen, parts, axis=0)
-        pieces[:, 6] = np.arange(len(pieces))
-        pieces[:, 4] = pieces[:, 6] - np.repeat(first, parts)
+        pieces[:, 4] = np.arange(len(pieces)) - np.repeat(np.cumsum(parts) - parts, parts)
         pieces[:, 5] = pieces[:, 4] + 1
+        pieces[:, 6] = np.repeat(first, parts) + pieces[:, 4] * pieces[:, 1]
         combine = np.zeros_like(chosen)
         combine[:, :2], combine[:, 4], combine[:, 5] = chosen[:, :2], first, parts
         return np.concatenate((pieces, items[~over])), combine

@@ -146,6 +146,7 @@ def odd_ones(findings: Sequence[Finding]) -> list[Finding]:
     return [f for f in findings if f.verdict != Verdict.CONFIRMED]
 
 
+@pytest.mark.slow
 async def test_500_stored_answers_are_confirmed_from_a_cold_cache(lab: Lab, stored: Stored) -> None:
     judge = Judge(lab.verifier().start())
     findings = await audit(lab, judge, records_of(stored), batch_tokens=1024)

@@ -138,4 +138,8 @@ def test_plan_covers_every_row_once() -> None:
                 seen += range(row, row + tokens)
     assert sorted(seen) == list(range(83))
     assert len(plan.combine_small) + len(plan.combine_large) > 0
-    assert all(len(x) == 0 or x[:, 6].max() < 8 for x in (plan.large, plan.small))
+    pieces = [x[x[:, 6] >= 0] for x in (plan.large, plan.small)]
+    assert all(len(x) <= 8 for x in pieces)
+    for x in pieces:  # one slot per token, none of them twice
+        used = [slot for item in x.tolist() for slot in range(item[6], item[6] + item[1])]
+        assert len(set(used)) == len(used)

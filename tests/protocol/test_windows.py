@@ -22,12 +22,14 @@ from tests.support import (
     answer_of,
     both_engines,
     request_of,
+    sweep,
     together,
     window_of,
 )
 
 BESIDE_BORDERS = (1, 2, 6, 7, 8, 13, 14, 15, 19)
 """Places at and beside the borders of windows of 7, the first ones, and one further on."""
+QUICK_PLACES = (1, 7, 8, 15)
 
 
 def fixed(length: int) -> dict[str, int]:
@@ -35,7 +37,7 @@ def fixed(length: int) -> dict[str, int]:
 
 
 @both_engines
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 15, 16, 31, 64, 128])
+@pytest.mark.parametrize("length", sweep([1, 2, 3, 7, 15, 16, 31, 64, 128], quick=(1, 15, 64)))
 def test_window_lengths(lab: Lab, length: int) -> None:
     requests = [
         request_of(f"w{length}-{i}", i, max_tokens=40, sampling=s) for i, s in enumerate((GREEDY, SAMPLED))
@@ -45,7 +47,7 @@ def test_window_lengths(lab: Lab, length: int) -> None:
 
 
 @both_engines
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("share", sweep([0.02, 0.1, 0.5, 1.0], quick=(0.1, 1.0)))
 def test_corrupt_candidates(lab: Lab, share: float) -> None:
     requests = [
         request_of(f"c{share}-{i}", i, sampling=s) for i, s in enumerate((GREEDY, SAMPLED, PENALISED) * 2)
@@ -79,7 +81,7 @@ def test_control_a_lost_prompt_border_is_noticed(lab: Lab) -> None:
     assert lab.wrong(together(lab.generator(lab.engine(), client), requests), requests)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, 64])
+@pytest.mark.parametrize("chunk", sweep([1, 5, 16, 64], quick=(5, 64)))
 @pytest.mark.parametrize("buckets", [(8,), (16, 64), (8, 16, 24, 32, 48, 64, 96, 128)], ids=str)
 def test_ragged_prefill_and_step_sizes(lab: Lab, chunk: int, buckets: tuple[int, ...]) -> None:
     requests = [request_of(f"r{chunk}-{n}", n, length=n, max_tokens=20) for n in (1, 15, 16, 17, 90)]
@@ -161,7 +163,7 @@ def test_a_request_larger_than_the_cache_is_refused(lab: Lab) -> None:
 
 
 @both_engines
-@pytest.mark.parametrize("end", BESIDE_BORDERS)
+@pytest.mark.parametrize("end", sweep(BESIDE_BORDERS, quick=QUICK_PLACES))
 def test_max_tokens_at_and_beside_window_borders(lab: Lab, end: int) -> None:
     request = request_of(f"mt{end}", 6, max_tokens=end)
     generator = lab.generator(lab.engine(), lab.verifier().start(), **fixed(7))
@@ -171,7 +173,7 @@ def test_max_tokens_at_and_beside_window_borders(lab: Lab, end: int) -> None:
 
 
 @both_engines
-@pytest.mark.parametrize("at", BESIDE_BORDERS)
+@pytest.mark.parametrize("at", sweep(BESIDE_BORDERS, quick=QUICK_PLACES))
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_end_of_text_at_and_beside_window_borders(lab: Lab, at: int, share: float) -> None:
     free = lab.oracle(request_of("free", 7, max_tokens=24))
@@ -181,7 +183,7 @@ def test_end_of_text_at_and_beside_window_borders(lab: Lab, at: int, share: floa
 
 
 @both_engines
-@pytest.mark.parametrize("begin", range(4, 18, 2))
+@pytest.mark.parametrize("begin", sweep(range(4, 18, 2), quick=(6, 8, 14)))
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_strings_across_window_borders(lab: Lab, begin: int, include: bool) -> None:
     free = lab.oracle(request_of("free", 8, max_tokens=30))

@@ -7,8 +7,6 @@ import pytest
 from llm42.config import Settings
 from llm42_serve.launch import Service
 
-on_a_real_model_too = pytest.mark.parametrize("service", ["tiny", "smollm2"], indirect=True, scope="session")
-"""For a test that shows on SmolLM2, in the quick tier too, what others show there in the slow one."""
 on_the_tiny_model_only = pytest.mark.parametrize("service", ["tiny"], indirect=True, scope="session")
 """For a test of what no model has a part in."""
 

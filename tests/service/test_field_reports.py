@@ -18,7 +18,7 @@ import pytest
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
 from llm42_serve.launch import Service
-from tests.service.served import on_a_real_model_too, on_the_tiny_model_only
+from tests.service.served import on_the_tiny_model_only
 from tests.service.traffic import Answer, ask, noise
 
 pytestmark = pytest.mark.service
@@ -28,17 +28,17 @@ class Sizes(NamedTuple):
     """How much of everything."""
 
     tokens: int = 24
-    noise: int = 4
-    longest_noise: int = 300
-    one_by_one: int = 6
-    at_once: int = 24
-    fillers: tuple[int, ...] = (1, 5, 15)
-    long: int = 1200
-    lists: tuple[int, ...] = (4, 16)
-    rounds: int = 4
-    sentences: int = 30
-    scorings: int = 5
-    seeds: int = 10
+    noise: int = 3
+    longest_noise: int = 150
+    one_by_one: int = 4
+    at_once: int = 12
+    fillers: tuple[int, ...] = (1, 11)
+    long: int = 1000
+    lists: tuple[int, ...] = (4, 12)
+    rounds: int = 2
+    sentences: int = 25
+    scorings: int = 3
+    seeds: int = 6
 
 
 SIZES = {"tiny": Sizes(), "real": Sizes(12, 2, 60, 2, 8, (1, 7), 400, (4,), 2, 10, 3, 5)}
@@ -94,7 +94,7 @@ async def test_r2_sequential_and_concurrent_are_one_answer(
 async def test_r4_the_batch_size_does_not_matter(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
-    """The needle alone, beside 1 to 15 fillers, and beside a long prefill."""
+    """The needle alone, beside a few and many fillers, and beside a long prefill."""
     needle, sizes = prompt_of(tokenizer, "The best way to learn is"), sizes_for(model)
     want = await alone(aclient, model, needle, temperature=0)
     for fillers in sizes.fillers:
@@ -311,7 +311,6 @@ async def test_r42_wrong_streams_have_a_status(service: Service, model: str) -> 
             assert reply.headers["content-type"].startswith("application/json")
 
 
-@on_a_real_model_too
 async def test_r53_a_rollout_can_be_scored_again(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:

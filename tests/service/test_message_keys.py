@@ -43,21 +43,21 @@ UNREAD: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", UNREAD)
-async def test_a_key_that_the_template_does_not_read_changes_nothing(tokenizer: Tokenizer, key: str) -> None:
+async def test_a_key_that_the_template_does_not_read_changes_nothing(tokenizer: Tokenizer) -> None:
     want = await prompt_of(tokenizer, USER, REPLY)
-    assert await prompt_of(tokenizer, USER | {key: UNREAD[key]}, REPLY | {key: UNREAD[key]}) == want
+    added = {key: (USER | {key: value}, REPLY | {key: value}) for key, value in UNREAD.items()}
+    assert [key for key, talk in added.items() if await prompt_of(tokenizer, *talk) != want] == []
 
 
 EMPTY = [None, "", [], {}, False]
 
 
-@pytest.mark.parametrize("value", EMPTY)
 @pytest.mark.parametrize("key", ["prefix", "function_call", "audio", "refusal", "provider_specific_fields"])
-async def test_an_empty_value_of_any_key_changes_nothing(tokenizer: Tokenizer, key: str, value: Any) -> None:
+async def test_an_empty_value_of_any_key_changes_nothing(tokenizer: Tokenizer, key: str) -> None:
     """Even where the template writes out all that a message has."""
     dumping = with_template(tokenizer, DUMPS)
-    assert await prompt_of(dumping, REPLY | {key: value}) == await prompt_of(dumping, REPLY)
+    want = await prompt_of(dumping, REPLY)
+    assert [value for value in EMPTY if await prompt_of(dumping, REPLY | {key: value}) != want] == []
 
 
 async def test_a_key_that_the_template_reads_takes_effect(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import free_port
+from tests.support import sweep
 
 pytestmark = pytest.mark.service
 
@@ -30,7 +31,10 @@ def left_running(marker: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("after_s", "kind"), [(0.0, signal.SIGINT), (0.5, signal.SIGTERM), (2.0, signal.SIGTERM)]
+    ("after_s", "kind"),
+    sweep(
+        [(0.0, signal.SIGINT), (0.5, signal.SIGTERM), (2.0, signal.SIGTERM)], quick=[(0.5, signal.SIGTERM)]
+    ),
 )
 def test_a_stop_during_the_start_leaves_nothing_running(after_s: float, kind: signal.Signals) -> None:
     """Counted from Ray's first process: they come up one after another."""

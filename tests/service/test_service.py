@@ -28,7 +28,6 @@ from tests.service.traffic import Answer, ask, noise
 from tests.support import Lab
 
 pytestmark = pytest.mark.service
-TOKENS = 48
 MESSAGES: Any = [{"role": "user", "content": "Write a short poem about a cat that likes the sea."}]
 
 
@@ -42,7 +41,7 @@ def prompt(served: Lab) -> list[int]:
     return served.tokenizer.encode(served.tokenizer.apply_chat_template(MESSAGES))
 
 
-def oracle(served: Lab, prompt: list[int], sampling: SamplingParams, tokens: int = TOKENS) -> Answer:
+def oracle(served: Lab, prompt: list[int], sampling: SamplingParams, tokens: int) -> Answer:
     """What a deterministic request must be answered with."""
     request = Request("oracle", tuple(prompt), tokens, sampling, True, num_logprobs=0)
     return Answer(*served.oracle(request).sent)
@@ -74,12 +73,18 @@ def test_the_openai_client_gets_what_it_expects(client: openai.OpenAI, settings:
     assert (plain.model_extra or {})["llm42"]["deterministic"] is False
 
 
+def tokens_of(model: str) -> int:
+    """How long answers are: shorter where each token takes long."""
+    return 48 if model == "tiny" else 24
+
+
 async def copies(
     aclient: openai.AsyncOpenAI, model: str, prompt: list[int], n: int, **extra: Any
 ) -> tuple[set[Answer], int]:
     """The distinct answers to n equal requests sent at once beside noise, and how many rollbacks they had."""
-    beside = asyncio.create_task(noise(aclient, model, seed=n, requests=12))
-    got = await asyncio.gather(*(ask(aclient, model, prompt, TOKENS, **extra) for _ in range(n)))
+    longest = 300 if model == "tiny" else 100
+    beside = asyncio.create_task(noise(aclient, model, n, 12, longest))
+    got = await asyncio.gather(*(ask(aclient, model, prompt, tokens_of(model), **extra) for _ in range(n)))
     await beside
     return {answer for answer, _ in got}, sum(int(str(e["rollbacks"])) for _, e in got)
 
@@ -103,7 +108,8 @@ async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
     distinct, rollbacks = await copies(
         aclient, settings.model.name, prompt, 16, deterministic=True, **sampling
     )
-    assert distinct == {oracle(served, prompt, SamplingParams(temperature=temperature, seed=7))}
+    asked = SamplingParams(temperature=temperature, seed=7)
+    assert distinct == {oracle(served, prompt, asked, tokens_of(settings.model.name))}
     assert rollbacks > 0, "the planted wrong candidates were not met"
     served = {s["replica"]: s["served"] for s in [service.health() for _ in range(40)]}
     assert len(served) == 2
@@ -216,7 +222,7 @@ async def test_a_verifier_killed_mid_stream_changes_nothing(
     """The stream waits for the next verifier and goes on; best-effort requests do not notice."""
     model = settings.model.name
     sampling: Any = {"temperature": 1.0, "seed": 11}
-    long = 160 if model != "tiny" else 1600
+    long = 64 if model != "tiny" else 1600
     stream = await aclient.completions.create(
         model=model, prompt=prompt, max_tokens=long, stream=True, logprobs=0, **sampling,
         extra_body={"deterministic": True, "return_token_ids": True, "ignore_eos": True},

@@ -23,7 +23,7 @@ from tests.service.conftest import WAIT_S
 from tests.service.served import on_the_tiny_model_only
 
 pytestmark = pytest.mark.service
-COUNT, TOKENS = 16, 12
+COUNT, TOKENS = 16, 8
 Lines = list[dict[str, Any]]
 
 

@@ -17,6 +17,7 @@ from tests.support.engines import (
 from tests.support.lab import Lab
 from tests.support.oracle import Answer, answer_of, decode_alone, differences
 from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
+from tests.support.share import sweep
 from tests.support.smollm2 import certified_smollm2, smollm2_file, smollm2_settings
 from tests.support.tiny_model import CHAT_TEMPLATE, CONFIG, END, SPECIAL, VOCAB, tiny_tokenizer, write_model
 
@@ -49,6 +50,7 @@ __all__ = [
     "request_of",
     "smollm2_file",
     "smollm2_settings",
+    "sweep",
     "tiny_tokenizer",
     "together",
     "verified",

@@ -95,6 +95,7 @@ def test_logits_of_two_thousand_positions(
     assert equal.all()
 
 
+@pytest.mark.slow
 def test_weights_equal_those_that_transformers_reads(exact: LoadedModel, reference: Any) -> None:
     theirs = reference.state_dict()
     for index, layer in enumerate(exact.weights.layers):

@@ -134,20 +134,21 @@ def attention_kernel(
             y = acc_all * (1.0 / den_all)[:, None]
             tl.store(out + at[:, None] + offs_d[None, :], y.to(out.dtype.element_ty), mask=mask)
         else:
-            slot = (part * KV_HEADS + head).to(tl.int64) * BLOCK_M + offs_m
-            tl.store(part_acc + slot[:, None] * BLOCK_D + offs_d[None, :], acc_all)
-            tl.store(part_md + slot * 2, m_all)
-            tl.store(part_md + slot * 2 + 1, den_all)
+            # as many rows as the item has: a decoding row of one token leaves `group` of them
+            slot = part.to(tl.int64) * HEADS + head * (count * group) + offs_m
+            tl.store(part_acc + slot[:, None] * BLOCK_D + offs_d[None, :], acc_all, mask=valid[:, None])
+            tl.store(part_md + slot * 2, m_all, mask=valid)
+            tl.store(part_md + slot * 2 + 1, den_all, mask=valid)
 
 
 @triton.jit
 def combine_kernel(
     out, items, item_count, part_acc, part_md,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     """Persistent over (tiles that were split) x KV heads x row groups: merges the segments in ascending
-    order."""
+    order. Tiles have at most BLOCK_M rows; AHEAD segments are read at a time, so that their loads overlap."""
     group: tl.constexpr = HEADS // KV_HEADS
     pieces: tl.constexpr = BLOCK_M // ROWS
     total = tl.load(item_count) * KV_HEADS * pieces
@@ -158,17 +159,26 @@ def combine_kernel(
         offs_m = (work % pieces) * ROWS + tl.arange(0, ROWS)
         row0, count = tl.load(item), tl.load(item + 1)
         part, segments = tl.load(item + 4), tl.load(item + 5)
+        token = offs_m // group
+        valid = token < count
+        segments = tl.where((work % pieces) * ROWS < count * group, segments, 0)
         m_all = tl.full([ROWS], FLOOR, tl.float32)
         den_all = tl.zeros([ROWS], tl.float32)
         acc_all = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for segment in range(0, segments):
-            slot = ((part + segment) * KV_HEADS + head).to(tl.int64) * BLOCK_M + offs_m
-            acc = tl.load(part_acc + slot[:, None] * BLOCK_D + offs_d[None, :])
-            m = tl.load(part_md + slot * 2)
-            den = tl.load(part_md + slot * 2 + 1)
-            m_all, den_all, acc_all = merge(m_all, den_all, acc_all, m, den, acc)
-        token = offs_m // group
+        for first in range(0, segments, AHEAD):
+            for i in tl.static_range(AHEAD):
+                there = first + i < segments
+                slot = (part + (first + i) * count).to(tl.int64) * HEADS + head * (count * group) + offs_m
+                mask = valid & there
+                at = slot[:, None] * BLOCK_D + offs_d[None, :]
+                acc = tl.load(part_acc + at, mask=mask[:, None], other=0.0)
+                m = tl.load(part_md + slot * 2, mask=mask, other=0.0)
+                den = tl.load(part_md + slot * 2 + 1, mask=mask, other=0.0)
+                m, den, acc = merge(m_all, den_all, acc_all, m, den, acc)
+                m_all = tl.where(there, m, m_all)
+                den_all = tl.where(there, den, den_all)
+                acc_all = tl.where(there, acc, acc_all)
         at = (row0 + token).to(tl.int64) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
-        mask = (token < count)[:, None] & (offs_d < DIM)[None, :]
-        y = acc_all * (1.0 / den_all)[:, None]
+        mask = valid[:, None] & (offs_d < DIM)[None, :]
+        y = acc_all * (1.0 / tl.where(valid, den_all, 1.0))[:, None]
         tl.store(out + at[:, None] + offs_d[None, :], y.to(out.dtype.element_ty), mask=mask)

@@ -24,9 +24,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 FLOOR = gl.constexpr(-1.0e38)
 ITEM = gl.constexpr(8)
 HALF_M = gl.constexpr(64)
-MAX_REGISTERS = 168
-"""Per thread at launch: 65536 registers over 12 warps; the loader then gives most of its share to the
-others."""
+MAX_REGISTERS = {128: 168, 64: 136}
+"""Tile height -> registers per thread at launch: 65536 over 12 warps (64 rows: over 8, of which the consumers
+cannot use more than 248); the loader then gives most of its share to the others."""
 
 
 def descriptor(x, block):
@@ -249,13 +249,13 @@ def _consume(
             if segment + 1 < last_seg:
                 kept.store(sums)
             else:
-                _finish(out, part_acc, part_md, m_all, den_all, sums, row0, token, head, offs_m, valid, part,
-                        HEADS, KV_HEADS, DIM)  # fmt: skip
+                _finish(out, part_acc, part_md, m_all, den_all, sums, row0, count, token, head, offs_m, valid,
+                        part, HEADS, KV_HEADS, DIM)  # fmt: skip
 
 
 @gluon.jit
 def _finish(
-    out, part_acc, part_md, m, den, acc, row0, token, head, offs_m, valid, part,
+    out, part_acc, part_md, m, den, acc, row0, count, token, head, offs_m, valid, part,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Writes the rows' result, or the item's partial sums."""
@@ -266,10 +266,10 @@ def _finish(
         target = (row0 + token) * (HEADS * DIM) + (head * group + offs_m % group) * DIM
         gl.store(out + target[:, None] + columns, y, mask=valid[:, None])
     else:
-        slot = (part * KV_HEADS + head) * (2 * HALF_M) + offs_m
-        gl.store(part_acc + slot[:, None] * DIM + columns, acc)
-        gl.store(part_md + slot * 2, m)
-        gl.store(part_md + slot * 2 + 1, den)
+        slot = part * HEADS + head * (count * group) + offs_m
+        gl.store(part_acc + slot[:, None] * DIM + columns, acc, mask=valid[:, None])
+        gl.store(part_md + slot * 2, m, mask=valid)
+        gl.store(part_md + slot * 2 + 1, den, mask=valid)
 
 
 @gluon.jit
@@ -309,3 +309,38 @@ def attention_hopper_kernel(
         (_produce, (k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
                     KV_HEADS, DIM, BLOCK_N, SEGMENT, PAGE, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
+
+
+@gluon.jit
+def attention_hopper_rows_kernel(
+    q, out, k_desc, v_desc, tables, items, item_count, part_acc, part_md, scale,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_N: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    PAGE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The same for tiles of 64 rows, one warpgroup: for decoding, which waits for memory. The loader runs
+    ahead over the borders of segments and items as far as STAGES tiles reach."""
+    layout: gl.constexpr = k_desc.layout
+    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)
+    v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BLOCK_N, DIM], layout)
+    v_own = gl.allocate_shared_memory(k_desc.dtype, [BLOCK_N, DIM], layout)
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    kept = gl.allocate_shared_memory(gl.float32, [HALF_M, DIM], wide)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=1)
+    fence_async_shared()
+    bars = (k_ready, v_ready, k_empty, v_empty)
+    total = gl.load(item_count) * KV_HEADS
+    gl.warp_specialize([
+        (_consume, (q, out, tables, items, part_acc, part_md, total, scale, k_bufs, v_bufs, v_own, kept,
+                    bars, HEADS, KV_HEADS, DIM, BLOCK_N, SEGMENT, STAGES, 0)),
+        (_produce, (k_desc, v_desc, tables, items, total, k_bufs, v_bufs, bars,
+                    KV_HEADS, DIM, BLOCK_N, SEGMENT, PAGE, STAGES)),
+    ], [1], [24])  # fmt: skip
