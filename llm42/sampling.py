@@ -122,9 +122,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 def reads_history(params: SamplingParams) -> bool:
     """True where the draw depends on which tokens came before, not only on how many."""
-    return bool(
-        params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    )
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:
