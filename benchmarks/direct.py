@@ -4,7 +4,7 @@
     python3 -m benchmarks.direct --cpu --out DIR    a runner that only waits: the host's part alone
 
 Each cell: so many followers with random prompts of 256 tokens. When all have their first token they get
-credit for 64 more, which is renewed when half is used, and decode 128 in lockstep; what is timed begins there.
+credit for 64 more, renewed when half is used, and decode 128 in lockstep; what is timed begins there.
 `host_ms` is CPU time of the step thread a step, without what it spends waiting for the device. `idle_share`
 is the share of the wall time in which no step was on the device, by CUDA events around what each step queues.
 DIR/h200-direct-cells.json (DIR/cpu-direct-cells.json) is written after each cell.

@@ -10,36 +10,28 @@ the queue, the packing and the cache decide only when they come.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from llm42.cache import BlockPool
-from llm42.errors import LLM42Error, Overloaded, StepFailed, VerifierUnavailable
-from llm42.protocol import Commit, Failure, VerifyTimings, Window
+from llm42.errors import StepFailed, VerifierUnavailable
+from llm42.protocol import Commit, Failure, VerifyTimings
 from llm42.sampling import Sampled
-from llm42.verifier.followers import NOT_FINITE, Followers
-from llm42.verifier.jobs import Answer, Decode, Follower, Job, Sink, StepInFlight, VerifierStats
+from llm42.verifier.followers import NOT_FINITE
+from llm42.verifier.front import Front, Message
+from llm42.verifier.jobs import Decode, Follower, Job, StepInFlight
 from llm42.verifier.kv_store import HeldKV, KVStore
 from llm42.verifier.outbox import Outbox
-from llm42.verifier.refusal import refusal_of
+from llm42.verifier.planning import decode_limit, plan_rows
 from llm42.verifier.runner import PipelinedRunner, Runner
 
 log = logging.getLogger(__name__)
 
-Message = Job | Follower | str | float | Callable[[], None] | None
-"""To the step thread: a window, a request's id at its end, a moment before which idle KV goes, something to
-do, or only that it should look up."""
 
-
-class Verifier:
+class Verifier(Front):
     """Thread-safe front (`submit`, `verify`, `follow`, `renew`, `release`) over a runner that one thread
     owns."""
 
@@ -58,142 +50,16 @@ class Verifier:
         device_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         """device_lost: asked after a step has failed; a verifier whose device is lost ends."""
+        super().__init__(pool, KVStore(pool, runner.copy_block), Outbox(fingerprint), max_waiting)
         self.fingerprint, self.manifest = fingerprint, manifest or {}
-        self._runner, self._pool = runner, pool
+        self._runner = runner
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._in_flight: StepInFlight | None = None
-        self._store = KVStore(pool, runner.copy_block)
         self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
-        self._max_waiting = max_waiting
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._entering, self._entry = 0, threading.Lock()
-        """Windows in the inbox, where releases lie too; the lock is for the count."""
-        self._waiting: deque[Job] = deque()
-        self._active: list[Job] = []
-        self._stats = VerifierStats(kv_blocks=pool.num_blocks)
-        self._followers = Followers(self._store, self._active, Outbox(fingerprint), self._stats)
         self._on_thread_start, self._device_lost = on_thread_start, device_lost
-        self._thread: threading.Thread | None = None
-        self._closed = False
         self._settled = 0.0
-        self._working_since: float | None = None
         self.on_step: Callable[[float], None] = lambda _: None
         """Called with the seconds of each step, on the step thread; must not raise."""
-
-    # ---- front, any thread
-
-    def start(self) -> Verifier:
-        """Starts the step thread."""
-        self._thread = threading.Thread(target=self._loop, name="verifier", daemon=True)
-        self._thread.start()
-        return self
-
-    def close(self) -> None:
-        """Ends the thread; windows that wait fail with VerifierUnavailable."""
-        self._closed = True
-        self._inbox.put(None)
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether the step thread runs; a verifier whose thread has ended never answers again."""
-        return not self._closed and self._thread is not None and self._thread.is_alive()
-
-    @property
-    def stalled_s(self) -> float:
-        """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
-        since = self._working_since
-        return 0.0 if since is None else time.monotonic() - since
-
-    def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
-        """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,
-        VerifierUnavailable when closed."""
-        if self._closed:
-            raise VerifierUnavailable("the verifier is closed")
-        future: Future[Answer] = Future()
-        refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)
-        if refusal is not None:
-            future.set_result(refusal)
-            return future
-        self._enter(Job(window, future, time.monotonic(), cold=cold))
-        return future
-
-    def follow(self, window: Window, sink: Sink) -> None:
-        """Computes a window and decodes on within its credit. sink is called on the step thread, once a step
-        at most: with the window's Commit, then with one for each token; they end with the output, or with a
-        Failure (for good) or an error (a new window may go on). An older follower of the same id sends
-        nothing any more. Raises as `submit`."""
-        if self._closed:
-            raise VerifierUnavailable("the verifier is closed")
-        refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)
-        if refusal is not None:
-            self._inbox.put(partial(sink, refusal))
-            return
-        self._enter(Follower.of(window, sink))
-
-    def renew(self, request_id: str, until: int, told: Callable[[bool], None] = lambda _: None) -> None:
-        """The request may be decoded up to `until` tokens of prompt and output; never lowers what was said
-        before. One that was out of credit goes on from there, whether or not its KV is still held.
-
-        told: called on the step thread; False where no window of the request has come here since its release,
-        its failure or `forget_idle`, so that one must be sent in full. Raises VerifierUnavailable when
-        closed."""
-        if self._closed:
-            raise VerifierUnavailable("the verifier is closed")
-        self._inbox.put(partial(self._followers.renew, request_id, until, told))
-
-    def _enter(self, entering: Job | Follower) -> None:
-        with self._entry:
-            if self._queued >= self._max_waiting:
-                raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
-            self._entering += 1
-        self._inbox.put(entering)
-        if self._closed:  # asked after the put: either the thread's end sees it, or this does
-            raise VerifierUnavailable("the verifier is closed")
-
-    @property
-    def _queued(self) -> int:
-        """Windows that wait to be admitted, not counting those that have been before."""
-        return self._entering + len(self._waiting) + len(self._followers.fresh)
-
-    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
-        """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
-        return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
-
-    def _submit_all(self, windows: Sequence[Window], cold: bool) -> list[Future[Answer]]:
-        """All or none: when one is refused, those before it are not computed for nobody."""
-        futures: list[Future[Answer]] = []
-        try:
-            for window in windows:
-                futures.append(self.submit(window, cold))
-        except LLM42Error:
-            for future in futures:
-                future.cancel()
-            raise
-        return futures
-
-    def release(self, request_id: str) -> None:
-        """The request is over: its private KV may go, and nothing more is sent to its follower."""
-        self._inbox.put(request_id)
-
-    def forget_idle(self, age_s: float) -> None:
-        """Frees what is held for requests that have had nothing to compute for `age_s` seconds: their replica
-        may have died without a word. One that does come back is computed anew."""
-        if self._store.idle or len(self._followers):
-            self._inbox.put(time.monotonic() - age_s)
-
-    def stats(self) -> VerifierStats:
-        """The counters, with the present queue and cache sizes."""
-        s, pool = self._stats, self._pool
-        s.waiting, s.active = self._queued, len(self._active)
-        s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
-        s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
-        s.following = len(self._followers.running)
-        return s
-
-    # ---- the step thread
 
     def _loop(self) -> None:
         try:
@@ -220,7 +86,9 @@ class Verifier:
         """One canonical step; False when there is nothing to do."""
         self._drain()
         self._admit()
-        decodes = self._followers.plan(self._decode_limit()) if self._followers.running else []
+        decodes: list[Decode] = []
+        if self._followers.running:
+            decodes = self._followers.plan(decode_limit(self._active, self._buckets[-1]))
         plan = self._plan(len(decodes))
         rows = len(decodes) + sum(count for _, count in plan)
         before, self._in_flight = self._in_flight, None
@@ -347,40 +215,9 @@ class Verifier:
                 return None
         return sequence
 
-    def _decode_limit(self) -> int:
-        """Rows that may go to requests that are decoded: what windows and a quarter for prompts leave, but a
-        quarter at least."""
-        full, quarter = self._buckets[-1], self._quarter
-        short, long = self._by_length()
-        return max(quarter, full - sum(job.left for job in short) - (quarter if long else 0))
-
     def _plan(self, decodes: int = 0) -> list[tuple[Job, int]]:
-        """Rows per job, at most the largest bucket with those of `decodes`: windows first, but a quarter is
-        kept for the oldest prompt."""
-        budget, plan, used = self._buckets[-1] - decodes, list[tuple[Job, int]](), 0
-        short, long = self._by_length()
-        for jobs, limit in ((short, budget - (self._quarter if long else 0)), (long, budget)):
-            for job in jobs:
-                if used >= limit:
-                    break
-                count = min(job.left, limit - used)
-                plan.append((job, count))
-                used += count
-        return plan
-
-    @property
-    def _quarter(self) -> int:
-        return max(self._buckets[-1] // 4, min(1, self._buckets[-1] - 1))
-
-    def _by_length(self) -> tuple[list[Job], list[Job]]:
-        """Jobs that have rows to compute: windows, and prompts, which share what windows leave. What a
-        request needs before it is decoded here is a prompt, but for a few rows."""
-        most = self._buckets[-1] // 2
-        short, long = list[Job](), list[Job]()
-        for job in self._active:
-            if job.left > 0:
-                (short if job.left <= (most if job.follower is None else most // 8) else long).append(job)
-        return short, long
+        """Rows per job, beside so many that are decoded."""
+        return plan_rows(self._active, self._buckets[-1], decodes)
 
     def _answer(self, job: Job) -> None:
         window, sequence = job.window, job.sequence

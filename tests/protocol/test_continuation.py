@@ -10,7 +10,7 @@ import pytest
 from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Failure, Request, SamplingParams, TokenLogprob, Window
 from llm42.verifier.scheduler import Verifier
-from tests.support import GREEDY, PENALISED, SAMPLED, Lab, check_pool, prompt_of, request_of, window_of
+from tests.support import GREEDY, PENALISED, SAMPLED, Lab, check_pool, request_of, window_of
 from tests.support.late_runner import LateRunner
 
 

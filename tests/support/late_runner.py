@@ -12,8 +12,8 @@ from llm42.verifier.runner import Runner, SequenceRows
 
 
 class LateRunner:
-    """Computes a queued step only when it is waited for, from what the host had said when it was queued; tokens
-    that the host did not know then come from the step before."""
+    """Computes a queued step only when it is waited for, from what the host had said when it was queued;
+    tokens that the host did not know then come from the step before."""
 
     def __init__(self, runner: Any, fail_at: int | None = None) -> None:
         """fail_at: the number of a step that fails."""
