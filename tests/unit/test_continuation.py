@@ -260,7 +260,7 @@ class LateMachine(FollowMachine):
     runner = DelayedShadow
 
 
-LONG = settings(max_examples=250, stateful_step_count=50, deadline=None)
+LONG = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestFollowers = FollowMachine.TestCase
 TestFollowers.settings = LONG
 TestLateFollowers = LateMachine.TestCase
