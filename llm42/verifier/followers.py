@@ -63,7 +63,7 @@ class Followers:
         told(follower is not None)
         if follower is None:
             return
-        follower.until = max(follower.until, until)
+        follower.extend(until)
         if follower.work is None and not follower.ended and len(follower.tokens) < follower.end:
             insort(self.resuming, self._job(follower), key=_AGE)
 
@@ -94,9 +94,16 @@ class Followers:
 
     def plan(self, limit: int) -> list[Decode]:
         """Who takes a row of the next step, at most `limit`; each has a block for it."""
-        ready = [d for d in self.running.values() if _may_go_on(d)]
-        size, grown = self.store.pool.block_size, True
-        for d in sorted((d for d in ready if d.issued == len(d.sequence.blocks) * size), key=_AGE):
+        size, ready, full = self.store.pool.block_size, list[Decode](), list[Decode]()
+        for d in self.running.values():
+            follower, at = d.follower, d.issued
+            # within its credit, and its token is known or about to be
+            if at < follower.end - 1 and (follower.late or at < len(follower.tokens)):
+                ready.append(d)
+                if at % size == 0 and at == len(d.sequence.blocks) * size:
+                    full.append(d)
+        grown = True
+        for d in sorted(full, key=_AGE):
             grown &= self._grow(d)
         if not grown:
             ready = [d for d in ready if not d.abandoned]
@@ -116,7 +123,7 @@ class Followers:
         if not tokens:  # its first commit: credit counts from here
             tokens += window.tokens
             tokens += taken
-            follower.until = max(follower.until, computed + 1 + window.credit)
+            follower.extend(computed + 1 + window.credit)
         tokens.append(job.sampled[accepted].token)
         ended = not follower.stops.isdisjoint((*taken, tokens[-1])) or len(tokens) >= window.max_len
         if ended or len(tokens) >= follower.end:
@@ -125,12 +132,12 @@ class Followers:
             return
         self.store.cut(sequence, computed)
         sequence.tokens = tokens
-        follower.work = self.running[window.request_id] = Decode(follower, sequence, computed)
+        follower.work = self.running[window.request_id] = Decode.of(follower, sequence, computed)
 
     def settle(self, decodes: list[Decode], results: list[list[Sampled]]) -> None:
         """Takes in the rows of a step that has completed. A row of one that has ended, was preempted or
         released meanwhile is dropped."""
-        size, token = self.store.pool.block_size, self.outbox.token
+        size, token, settled = self.store.pool.block_size, self.outbox.token, 0
         for d, (sampled,) in zip(decodes, results, strict=True):
             if d.abandoned:
                 continue
@@ -138,16 +145,18 @@ class Followers:
             if not sampled.finite:
                 self._end(d, Failure(follower.window.request_id, "non_finite_logits", NOT_FINITE))
                 continue
-            tokens, computed = follower.tokens, len(follower.tokens)
+            tokens = follower.tokens
+            computed = len(tokens)
             tokens.append(sampled.token)
+            settled += 1
             if computed % size == 0:
                 self.store.publish(d.sequence, computed)
             token(follower, computed, sampled)
-            self._stats.decoded += 1
-            ended = sampled.token in follower.stops or computed + 1 >= follower.window.max_len
-            if ended or computed + 1 >= follower.until:
+            stopped = sampled.token in follower.stops
+            if stopped or computed + 1 >= follower.end:
                 self._let_go(d, keep=True)
-                self._rest(follower, ended)
+                self._rest(follower, stopped or computed + 1 >= follower.window.max_len)
+        self._stats.decoded += settled
 
     def fail(self, decodes: list[Decode], error: LLM42Error) -> None:
         """The step that held these rows has failed: its followers may come again with a new window."""
@@ -233,9 +242,3 @@ class Followers:
     @staticmethod
     def _rest(follower: Follower, ended: bool) -> None:
         follower.work, follower.ended, follower.idle_since = None, ended, time.monotonic()
-
-
-def _may_go_on(d: Decode) -> bool:
-    """Whether its next row may be planned: within its credit, and its token is known or about to be."""
-    follower = d.follower
-    return d.issued < follower.end - 1 and (follower.late or d.issued < len(follower.tokens))

@@ -78,8 +78,10 @@ class Follower:
     number: int = 0
     """The youngest has the highest."""
     until: int = 0
-    """Length of prompt and output together up to which it may decode. A window's credit counts from its
+    """Length of prompt and output together up to which its credit reaches. A window's credit counts from its
     commit, so it is added then."""
+    end: int = 0
+    """The length that it may reach now: within its credit, and no longer than the output may be."""
     tokens: list[int] = field(default_factory=list)
     """Prompt and output as far as they are known here; empty before the first commit. It grows in place."""
     work: Job | Decode | None = None
@@ -96,10 +98,10 @@ class Follower:
         stops, late = frozenset(window.stop_token_ids), not reads_history(window.sampling)
         return cls(window, sink, stops=stops, late=late)
 
-    @property
-    def end(self) -> int:
-        """The length that it may reach now."""
-        return min(self.until, self.window.max_len)
+    def extend(self, until: int) -> None:
+        """Its credit reaches up to `until`; it is never lowered."""
+        self.until = max(self.until, until)
+        self.end = min(self.until, self.window.max_len)
 
     def job(self, now: float) -> Job:
         """The window that computes its next token from all that is known of it. `work` becomes it."""
@@ -118,18 +120,27 @@ class Decode:
     follower: Follower
     sequence: HeldKV
     issued: int
+    asked: SequenceRows
+    """Its row in a step, as a runner wants it: the same object each time, with another position."""
     row: int = -1
     """The logit row in the last step that it took part in."""
     abandoned: bool = False
 
-    def rows(self) -> SequenceRows:
-        """Its next row, as a runner wants it."""
-        follower, at = self.follower, self.issued
-        window = follower.window
-        return SequenceRows(
-            follower.tokens, at, 1, self.sequence.blocks, at, window.prompt_len, window.sampling,
-            window.num_logprobs, False, -1 if at < len(follower.tokens) else self.row,
-        )  # fmt: skip
+    @classmethod
+    def of(cls, follower: Follower, sequence: HeldKV, issued: int) -> Decode:
+        """One whose first `issued` rows are computed."""
+        window, asked_for = follower.window, follower.window.num_logprobs
+        rows = SequenceRows(
+            follower.tokens, issued, 1, sequence.blocks, issued, window.prompt_len, window.sampling, asked_for
+        )
+        return cls(follower, sequence, issued, rows)
+
+    def ask(self, row: int) -> SequenceRows:
+        """Its next row, which becomes logit row `row` of the next step."""
+        at, rows = self.issued, self.asked
+        rows.start, rows.feed = at, -1 if at < len(rows.tokens) else self.row
+        self.row, self.issued = row, at + 1
+        return rows
 
 
 @dataclass(slots=True)

@@ -22,11 +22,20 @@ class Outbox:
     def token(self, follower: Follower, base: int, sampled: Sampled) -> None:
         """A token that was decoded directly, after `base` tokens."""
         name = follower.window.request_id
-        self.send(follower, Commit(name, base, 0, sampled.token, (sampled.logprob,), self.fingerprint))
+        commit = Commit(name, base, 0, sampled.token, (sampled.logprob,), self.fingerprint)
+        try:
+            follower.sink(commit)
+        except Exception:
+            self._not_read(follower)
 
     def send(self, follower: Follower, answer: Commit | Failure | LLM42Error) -> None:
         """An answer as it is: a window's commit, or what ends the request."""
         try:
             follower.sink(answer)
-        except Exception:  # one request's reader must not end the step thread, which is everyone's
-            log.exception("the answer of %s could not be handed on", follower.window.request_id)
+        except Exception:
+            self._not_read(follower)
+
+    @staticmethod
+    def _not_read(follower: Follower) -> None:
+        """One request's reader must not end the step thread, which is everyone's."""
+        log.exception("the answer of %s could not be handed on", follower.window.request_id)

@@ -70,7 +70,8 @@ class PipelinedRunner(Runner, Protocol):
     step's rows may take their tokens from the one before (SequenceRows.feed)."""
 
     def begin(self, bucket: int, sequences: list[SequenceRows]) -> Any:
-        """Queues a step and returns at once; arguments as `step`."""
+        """Queues a step and returns at once; arguments as `step`. What it needs of them it takes before it
+        returns: token lists and block tables grow, and rows are asked for again with another position."""
         ...
 
     def finish(self, pending: Any) -> list[list[Sampled]]:

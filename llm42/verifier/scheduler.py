@@ -104,9 +104,7 @@ class Verifier(Front):
     def _dispatch(self, decodes: list[Decode], plan: list[tuple[Job, int]], rows: int) -> None:
         bucket = next(b for b in self._buckets if b >= rows)
         flight = StepInFlight(decodes, plan, rows, bucket, time.monotonic())
-        sequences = [d.rows() for d in decodes]
-        for row, d in enumerate(decodes):
-            d.row, d.issued = row, d.issued + 1
+        sequences = [d.ask(row) for row, d in enumerate(decodes)]
         sequences += [job.rows(count) for job, count in plan]
         for job, count in plan:
             job.issued += count
