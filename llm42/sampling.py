@@ -50,6 +50,7 @@ class Draw:
 
     params: SamplingParams
     history: Sequence[int]
+    """Its ids are read where `reads_history`; else only its length, and it may be a range."""
     prompt_len: int
     num_logprobs: int = 0
     given: int | None = None
@@ -117,6 +118,11 @@ def is_plain(params: SamplingParams) -> bool:
     adjusted = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
     banned = params.min_tokens and params.min_tokens_banned
     return is_greedy(params) and not (adjusted or params.logit_bias or banned)
+
+
+def reads_history(params: SamplingParams) -> bool:
+    """True where the draw depends on which tokens came before, not only on how many."""
+    return bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
 
 
 def adjust(logits: Tensor, params: SamplingParams, history: Sequence[int], prompt_len: int) -> Tensor:

@@ -1,17 +1,22 @@
-"""What the verifier keeps of a window while it is computed, and what it counts."""
+"""What the verifier keeps of a window while it is computed and of a request that it decodes itself, and what
+it counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Failure, Window
-from llm42.sampling import Sampled
+from llm42.sampling import Sampled, reads_history
 from llm42.verifier.kv_store import HeldKV
 from llm42.verifier.runner import SequenceRows
 
 Answer = Commit | Failure
+Sink = Callable[[Commit | Failure | LLM42Error], None]
+"""Where a follower's answers go. Called on the step thread, at most once a step; must not raise or wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +37,8 @@ class Job:
     released: bool = False
     abandoned: bool = False
     sampled: list[Sampled] = field(default_factory=list)
+    follower: Follower | None = None
+    """For whom the window is computed, if the verifier is to go on after it."""
 
     @property
     def end(self) -> int:
@@ -59,10 +66,89 @@ class Job:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Follower:
+    """A request that the verifier decodes by itself, from its window until its end or release.
+
+    What computes it is `work`: a job for its window, or for what is missing of its KV after a pause or a
+    preemption; then a `Decode`. Without work it is idle: at its end, or out of credit."""
+
+    window: Window
+    sink: Sink
+    number: int = 0
+    """The youngest has the highest."""
+    until: int = 0
+    """Length of prompt and output together up to which its credit reaches. A window's credit counts from its
+    commit, so it is added then."""
+    end: int = 0
+    """The length that it may reach now: within its credit, and no longer than the output may be."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and output as far as they are known here; empty before the first commit. It grows in place."""
+    work: Job | Decode | None = None
+    ended: bool = False
+    idle_since: float = 0.0
+    stops: frozenset[int] = frozenset()
+    late: bool = True
+    """Whether a row may be asked for while its token is still on the device. Penalties count tokens on the
+    host, so requests with penalties take part only in steps whose token is known: every second one."""
+
+    @classmethod
+    def of(cls, window: Window, sink: Sink) -> Follower:
+        """One that has just come."""
+        stops, late = frozenset(window.stop_token_ids), not reads_history(window.sampling)
+        return cls(window, sink, stops=stops, late=late)
+
+    def extend(self, until: int) -> None:
+        """Its credit reaches up to `until`; it is never lowered."""
+        self.until = max(self.until, until)
+        self.end = min(self.until, self.window.max_len)
+
+    def job(self, now: float) -> Job:
+        """The window that computes its next token from all that is known of it. `work` becomes it."""
+        window = self.window
+        if self.tokens:
+            window = replace(window, tokens=tuple(self.tokens), candidates=())
+        self.work = job = Job(window, Future(), now, follower=self)
+        return job
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """A follower that takes one row of each step. Its KV is in `sequence`, whose tokens are the follower's;
+    rows before `issued` are computed, or the last of them is in a step that runs."""
+
+    follower: Follower
+    sequence: HeldKV
+    issued: int
+    asked: SequenceRows
+    """Its row in a step, as a runner wants it: the same object each time, with another position."""
+    row: int = -1
+    """The logit row in the last step that it took part in."""
+    abandoned: bool = False
+
+    @classmethod
+    def of(cls, follower: Follower, sequence: HeldKV, issued: int) -> Decode:
+        """One whose first `issued` rows are computed."""
+        window, asked_for = follower.window, follower.window.num_logprobs
+        rows = SequenceRows(
+            follower.tokens, issued, 1, sequence.blocks, issued, window.prompt_len, window.sampling, asked_for
+        )
+        return cls(follower, sequence, issued, rows)
+
+    def ask(self, row: int) -> SequenceRows:
+        """Its next row, which becomes logit row `row` of the next step."""
+        at, rows = self.issued, self.asked
+        rows.start, rows.feed = at, -1 if at < len(rows.tokens) else self.row
+        self.row, self.issued = row, at + 1
+        return rows
+
+
 @dataclass(slots=True)
 class StepInFlight:
-    """A step that runs, or that a pipelined runner has queued."""
+    """A step that runs, or that a pipelined runner has queued. Its logit rows begin with those of
+    `decodes`."""
 
+    decodes: list[Decode]
     plan: list[tuple[Job, int]]
     rows: int
     bucket: int
@@ -91,3 +177,8 @@ class VerifierStats:
     idle_sequences: int = 0
     cache_hits: int = 0
     evictions: int = 0
+    following: int = 0
+    """Requests that are decoded in each step."""
+    decoded: int = 0
+    """Tokens that were decoded directly."""
+    preemptions: int = 0

@@ -45,12 +45,18 @@ class KVStore:
         return len(self._idle)
 
     def fits(self, window: Window) -> bool:
-        """Whether the window could ever be admitted."""
-        return self._blocks_for(window) <= self.pool.num_blocks
+        """Whether the window could ever be admitted, and what it lets the verifier decode be written."""
+        # the last token's own KV is never needed
+        most = max(len(window.tokens) + len(window.candidates), window.max_len - 1)
+        return -(-most // self.pool.block_size) <= self.pool.num_blocks
 
-    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
+    def fits_beside(self, window: Window, blocks: int) -> bool:
+        """Whether the window could be admitted while others hold so many blocks."""
+        return self._blocks_for(window) + blocks <= self.pool.num_blocks
+
+    def admit(self, window: Window, cold: bool = False, spare: int = 0) -> HeldKV | None:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
-        already there: nothing, when `cold`."""
+        already there: nothing, when `cold`. spare: blocks that must be left."""
         if cold:
             needed, tokens = self._blocks_for(window), [*window.tokens, *window.candidates]
             free = self._make_room(needed)
@@ -72,7 +78,7 @@ class KVStore:
             valid -= valid % self.pool.block_size
             self._cut(sequence, valid)
             split, missing = False, self._blocks_for(window) - len(sequence.blocks)
-        if not self._make_room(missing):
+        if not self._make_room(missing + spare if spare else missing):
             self._keep(sequence)
             return None
         fresh = self.pool.acquire(missing)
@@ -88,10 +94,25 @@ class KVStore:
 
     def settle(self, sequence: HeldKV, committed: int) -> None:
         """After a window: keeps tokens[:committed], publishes its full blocks, frees the rest, goes idle."""
-        sequence.computed = committed
-        self._cut(sequence, committed)
-        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, committed, sequence.salt)
+        self.cut(sequence, committed)
         self._keep(sequence)
+
+    def cut(self, sequence: HeldKV, committed: int) -> None:
+        """Keeps tokens[:committed], all of them computed, and publishes its full blocks; frees the rest."""
+        self._cut(sequence, committed)
+        self.publish(sequence, committed)
+
+    def publish(self, sequence: HeldKV, computed: int) -> None:
+        """tokens[:computed] are computed, by steps that have completed: their full blocks are findable."""
+        sequence.computed = computed
+        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, computed, sequence.salt)
+
+    def grow(self, sequence: HeldKV) -> bool:
+        """Takes one more block; False: there is none, though nothing is idle any more."""
+        if not self._make_room(1):
+            return False
+        sequence.blocks += self.pool.acquire(1)
+        return True
 
     def discard(self, sequence: HeldKV) -> None:
         """Gives up a sequence whose blocks may be half written: nothing of it is published."""

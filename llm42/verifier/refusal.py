@@ -17,13 +17,17 @@ def refusal_of(
     length = len(window.tokens) + len(window.candidates)
     if not window.tokens or not 0 < window.prompt_len <= len(window.tokens):
         return Failure(window.request_id, "invalid_window", "a window needs a prompt inside its tokens")
+    if window.credit < 0 or window.max_len < 0 or (window.credit and (window.score or not window.max_len)):
+        text = "credit needs max_len, and scored windows have none"
+        return Failure(window.request_id, "invalid_window", text)
+    length = max(length, window.max_len)
     if length > max_len:
         text = f"{length} tokens are beyond the context of {max_len}"
         return Failure(window.request_id, "context_length_exceeded", text)
     if not fits(window):
         text = f"{length} tokens do not fit the verifier's KV cache (raise verifier.kv_tokens)"
         return Failure(window.request_id, "context_length_exceeded", text)
-    if not (_all_within(vocab_size, window.tokens) and _all_within(vocab_size, window.candidates)):
+    if not all(_all_within(vocab_size, x) for x in (window.tokens, window.candidates, window.stop_token_ids)):
         return Failure(window.request_id, "invalid_window", "a token id is outside the vocabulary")
     if not window.sampling.fits(vocab_size):
         text = "logit_bias or min_tokens names an id outside the vocabulary"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from llm42.protocol import SamplingParams
-from llm42.sampling import Draw, Sampled
+from llm42.sampling import Draw, Sampled, reads_history
 
 
 @dataclass(slots=True)
@@ -30,6 +30,9 @@ class SequenceRows:
     num_logprobs: int = 0
     score: bool = False
     """Rows that have a next token in `tokens` give that token's log-probability and draw nothing."""
+    feed: int = -1
+    """Not negative: the first row's token is not in `tokens` yet. It is the one sampled by the logit row of
+    this number in the step that was begun just before. Only a pipelined runner is asked so."""
 
     @property
     def logit_positions(self) -> range:
@@ -40,7 +43,9 @@ class SequenceRows:
         """What the row at `position` asks of the sampler."""
         if self.score and position + 1 < len(self.tokens):
             return Draw(_NO_DRAW, (), 0, self.num_logprobs, self.tokens[position + 1])
-        return Draw(self.sampling, self.tokens[: position + 1], self.prompt_len, self.num_logprobs)
+        # where only the number of tokens counts no copy is made, and the last may still be on the device
+        ids = self.tokens[: position + 1] if reads_history(self.sampling) else range(position + 1)
+        return Draw(self.sampling, ids, self.prompt_len, self.num_logprobs)
 
 
 _NO_DRAW = SamplingParams()
@@ -61,10 +66,12 @@ class Runner(Protocol):
 
 @runtime_checkable
 class PipelinedRunner(Runner, Protocol):
-    """A runner that takes the next step while one runs. Steps are computed in the order of `begin`."""
+    """A runner that takes the next step while one runs. Steps are computed in the order of `begin`, and a
+    step's rows may take their tokens from the one before (SequenceRows.feed)."""
 
     def begin(self, bucket: int, sequences: list[SequenceRows]) -> Any:
-        """Queues a step and returns at once; arguments as `step`."""
+        """Queues a step and returns at once; arguments as `step`. What it needs of them it takes before it
+        returns: token lists and block tables grow, and rows are asked for again with another position."""
         ...
 
     def finish(self, pending: Any) -> list[list[Sampled]]:

@@ -107,7 +107,11 @@ class Harness:
         self.packers = {n: StepPacker(x, attention.planner, BLOCK) for n, x in self.layouts.items()}
         self.host = np.zeros(max(x.total for x in self.layouts.values()), np.int32)
         views = {n: x.views(torch.from_numpy(self.host)) for n, x in self.layouts.items()}
-        self.forward = CudaForward(model, ops or cuda_operators(TRITON), self.kv, attention, views)
+        self.sampled = torch.zeros(rows, dtype=torch.int32)
+        """Tokens of the logit rows of the step before."""
+        self.forward = CudaForward(
+            model, ops or cuda_operators(TRITON), self.kv, attention, views, self.sampled
+        )
 
     def hidden(self, bucket: int, sequences: list[SequenceRows]) -> torch.Tensor:
         views = self.layouts[bucket].views(self.host)
@@ -147,6 +151,24 @@ def test_chunks_buckets_and_companions_give_equal_bits() -> None:
     got.append(pieces.hidden(1, [_rows(tokens, 19, 1, [9, 4, 0])]))
     got.append(pieces.hidden(32, [_rows(tokens, 20, 20, [9, 4, 0]), _rows(other, 8, 1, [5])])[:20])
     assert torch.equal(torch.cat(got).view(torch.int16), want.view(torch.int16))
+
+
+def test_a_token_of_the_step_before_is_that_token() -> None:
+    model = _model(torch.float16)
+    a, b = torch.randint(1, VOCAB, (20,)).tolist(), torch.randint(1, VOCAB, (9,)).tolist()
+
+    def last_rows(known: bool, shift: int = 0) -> torch.Tensor:
+        harness = Harness(model)
+        harness.hidden(32, [_rows(a, 0, 19, [3, 5]), _rows(b, 0, 8, [7])])
+        harness.sampled[:3] = torch.tensor([0, b[-1], a[-1]])
+        if known:
+            return harness.hidden(16, [_rows(a, 19, 1, [3, 5]), _rows(b, 8, 1, [7])])
+        late = [_rows(a[:-1], 19, 1, [3, 5]), _rows(b[:-1], 8, 1, [7])]
+        late[0].feed, late[1].feed = 2 - shift, 1 - shift
+        return harness.hidden(16, late)
+
+    assert torch.equal(last_rows(False).view(torch.int16), last_rows(True).view(torch.int16))
+    assert not torch.equal(last_rows(False, shift=1), last_rows(True)), "control: a stale token"
 
 
 PARAMS = [

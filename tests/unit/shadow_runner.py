@@ -54,6 +54,8 @@ class ShadowRunner:
     fail_next: bool = False
     failed: list[list[int]] = field(default_factory=list)
     """Tokens of the sequences of failed steps: a step that was queued behind may still hold their rows."""
+    sampled: list[int] = field(default_factory=list)
+    """Tokens by logit row of the last step that had any: what the next one may be fed with."""
 
     def step(self, bucket: int, sequences: list[SequenceRows]) -> list[list[Sampled]]:
         """Checks every slot that a real step would read, then writes."""
@@ -62,9 +64,10 @@ class ShadowRunner:
             self.violations.append(f"{rows} rows in a step of {bucket}")
         self.steps.append((bucket, [(s.start, s.count) for s in sequences]))
         written: list[int] = []
-        for s in sequences:
-            self._read(s)
-            written += self._write(s)
+        known = [self._tokens(s) for s in sequences]
+        for s, tokens in zip(sequences, known, strict=True):
+            self._read(s, tokens)
+            written += self._write(s, tokens)
         if len(set(written)) < len(written):
             self.violations.append("two sequences of one step write the same slot")
         if self.fail_next:
@@ -73,13 +76,16 @@ class ShadowRunner:
             for slot in written[::2]:
                 self.slots[slot] = (-1,)  # half of the step's writes never arrived
             raise RuntimeError("planted")
-        return [
+        results = [
             [
-                canonical(s.tokens[: p + 1], s.prompt_len)
+                canonical(tokens[: p + 1], s.prompt_len)
                 for p in range(max(s.start, s.first_logit), s.start + s.count)
             ]
-            for s in sequences
+            for s, tokens in zip(sequences, known, strict=True)
         ]
+        if any(results):
+            self.sampled = [x.token for rows in results for x in rows]
+        return results
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies what is written of one block."""
@@ -91,21 +97,29 @@ class ShadowRunner:
         size = self.pool.block_size
         return s.block_table[position // size] * size + position % size
 
-    def _read(self, s: SequenceRows) -> None:
-        if any(s.tokens is tokens for tokens in self.failed):
+    def _tokens(self, s: SequenceRows) -> list[int]:
+        """What the device knows: of a token that the host does not know, what the step before has drawn."""
+        if s.feed < 0:
+            if len(s.tokens) < s.start + s.count:
+                self.violations.append("a row without a token")
+            return s.tokens
+        return [*s.tokens[: s.start], self.sampled[s.feed], *s.tokens[s.start + 1 :]]
+
+    def _read(self, s: SequenceRows, tokens: list[int]) -> None:
+        if any(s.tokens is failed for failed in self.failed):
             return
         for p in range(s.start):
-            if self.slots.get(self._slot(s, p)) != tuple(s.tokens[: p + 1]):
-                self.violations.append(f"position {p} of {s.tokens} reads another sequence's KV")
+            if self.slots.get(self._slot(s, p)) != tuple(tokens[: p + 1]):
+                self.violations.append(f"position {p} of {tokens} reads another sequence's KV")
 
-    def _write(self, s: SequenceRows) -> list[int]:
+    def _write(self, s: SequenceRows, tokens: list[int]) -> list[int]:
         slots = []
         for p in range(s.start, s.start + s.count):
             slot = self._slot(s, p)
             block = slot // self.pool.block_size
             if self.pool.is_published(block):
                 self.violations.append(f"published block {block} is written")
-            self.slots[slot] = tuple(s.tokens[: p + 1])
+            self.slots[slot] = tuple(tokens[: p + 1])
             slots.append(slot)
         return slots
 

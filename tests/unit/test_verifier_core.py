@@ -414,7 +414,7 @@ def steps_of_a_prompt_among_windows(make: type[Verifier]) -> int | None:
 class WindowsFirst(Verifier):
     """A prompt gets only the rows that windows leave."""
 
-    def _plan(self) -> list[tuple[Job, int]]:
+    def _plan(self, decodes: int = 0) -> list[tuple[Job, int]]:
         budget, plan = self._buckets[-1], []
         for job in sorted(self._active, key=lambda j: j.end - j.issued):
             room = budget - sum(count for _, count in plan)

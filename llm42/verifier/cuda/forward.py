@@ -30,7 +30,10 @@ class CudaForward:
         kv: KVCache,
         attention: TritonAttention,
         views: dict[int, dict[str, Tensor]],
+        sampled: Tensor,
     ) -> None:
+        """sampled: [R] int32, where the head leaves the tokens of a step's logit rows."""
+        self.sampled = sampled
         self.model, self.ops, self.attention, self.views = model, ops, attention, views
         chosen = dict(ops.providers)
         self.carried = chosen.get("rms_norm") == "carried"
@@ -42,7 +45,8 @@ class CudaForward:
         """Rows [0, rows) of the step -> final normed hidden states in hidden [rows, H]."""
         views = self.views[rows]
         weights, eps = self.model.weights, self.model.config.rms_norm_eps
-        residual = weights.embed[views["tokens"]]
+        # before the head of this step overwrites them: those of the step before, in stream order
+        residual = weights.embed[fed(views["tokens"], views["feed"], self.sampled)]
         x = torch.empty_like(residual)
         if self.carried:
             launch_sum_norm((residual,), weights.layers[0].input_norm, x, None, eps)
@@ -92,3 +96,9 @@ class CudaForward:
         inner = torch.empty(x.shape[0], gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
         launch_silu_mul(gate_up, inner, self.library_exp)
         return self.ops.linear(inner, layer.down, layer.down_bias)
+
+
+def fed(tokens: Tensor, feed: Tensor, sampled: Tensor) -> Tensor:
+    """Where feed [T] names a logit row of the step before: what that row sampled; else tokens [T]. All
+    int32."""
+    return torch.where(feed >= 0, sampled[feed], tokens)  # a -1 reads the last one, which is not taken

@@ -40,6 +40,7 @@ class Layout:
             "positions": self.rows,
             "slots": self.rows,
             "logit_rows": self.rows,
+            "feed": self.rows,
             "large": fields,
             "small": fields,
             "combine_large": fields,
@@ -100,7 +101,7 @@ class StepPacker:
         position = np.arange(rows) - np.repeat(row0 - start, count)
         at = table[np.repeat(offset, count) + position // size]
         host["tables"][: len(table)] = table
-        tokens = array("i", chain.from_iterable(s.tokens[s.start : s.start + s.count] for s in sequences))
+        tokens = array("i", chain.from_iterable(map(_known_tokens, sequences)))
         for name, values, padding in (
             ("tokens", np.frombuffer(tokens, dtype=np.int32), PAD_TOKEN),
             ("positions", position, 0),
@@ -111,6 +112,8 @@ class StepPacker:
         picked = np.flatnonzero(position >= np.repeat(first_logit, count))
         host["logit_rows"][: len(picked)] = picked
         host["logit_rows"][len(picked) : bucket] = 0  # buckets share the buffer: no stale index may remain
+        host["feed"][:bucket] = -1
+        host["feed"][row0] = np.array([s.feed for s in sequences])
         variant = self._items(host, row0, count, start, offset)
         return Packed(self._tables_at + len(table), len(picked), variant)
 
@@ -127,6 +130,13 @@ class StepPacker:
             host[name][: items.size] = items.ravel()
         combine = "c" if len(plan.combine_large) or len(plan.combine_small) else ""
         return ("L" if len(plan.large) else "") + ("S" if len(plan.small) else "") + combine
+
+
+def _known_tokens(s: SequenceRows) -> list[int]:
+    """Its rows' tokens; PAD_TOKEN in the place of one that is still on the device."""
+    if s.feed < 0:
+        return s.tokens[s.start : s.start + s.count]
+    return [PAD_TOKEN, *s.tokens[s.start + 1 : s.start + s.count]]
 
 
 class HostBuffers:

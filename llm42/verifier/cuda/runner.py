@@ -89,10 +89,10 @@ class CudaRunner:
             self._host = HostBuffers(layouts.values())
             self._device = torch.zeros(layouts[buckets[-1]].total, dtype=torch.int32, device=device)
             self._views: dict[int, dict[str, Tensor]] = {b: x.views(self._device) for b, x in layouts.items()}
-            self._forward = CudaForward(model, ops, kv, attention, self._views)
             self._hidden = torch.zeros(buckets[-1], config.hidden_size, dtype=model.dtype, device=device)
             self._logits = torch.empty(buckets[-1], config.vocab_size, dtype=torch.float32, device=device)
             self._results = torch.zeros(3, buckets[-1], dtype=torch.int32, device=device)
+            self._forward = CudaForward(model, ops, kv, attention, self._views, self._results[0])
             self._log_sum = torch.zeros(buckets[-1], dtype=torch.float64, device=device)
             self._head_provider = CUDA_LM_HEAD_INTO[dict(ops.providers).get("lm_head", "cublas")]
             self._bodies: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}

@@ -1,0 +1,164 @@
+"""The verifier's front: what any thread may ask of it, and how that reaches the step thread."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Self
+
+from llm42.cache import BlockPool
+from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
+from llm42.protocol import Window
+from llm42.verifier.followers import Followers
+from llm42.verifier.jobs import Answer, Follower, Job, Sink, VerifierStats
+from llm42.verifier.kv_store import KVStore
+from llm42.verifier.outbox import Outbox
+from llm42.verifier.refusal import refusal_of
+
+Message = Job | Follower | str | float | Callable[[], None] | None
+"""To the step thread: a window, a request's id at its end, a moment before which idle KV goes, something to
+do, or only that it should look up."""
+
+
+class Front(ABC):
+    """What is shared with the step thread, and the calls that any thread may make. Windows and words go
+    through one inbox, in the order they come; everything else belongs to the step thread (`_loop`)."""
+
+    def __init__(self, pool: BlockPool, store: KVStore, outbox: Outbox, max_waiting: int) -> None:
+        self._pool, self._store = pool, store
+        self._max_waiting = max_waiting
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._entering, self._entry = 0, threading.Lock()
+        """Windows in the inbox, where releases lie too; the lock is for the count."""
+        self._waiting: deque[Job] = deque()
+        self._active: list[Job] = []
+        self._stats = VerifierStats(kv_blocks=pool.num_blocks)
+        self._followers = Followers(store, self._active, outbox, self._stats)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._working_since: float | None = None
+
+    max_len: int
+    vocab_size: int
+
+    @abstractmethod
+    def _loop(self) -> None:
+        """The step thread."""
+
+    def start(self) -> Self:
+        """Starts the step thread."""
+        self._thread = threading.Thread(target=self._loop, name="verifier", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Ends the thread; windows that wait fail with VerifierUnavailable."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the step thread runs; a verifier whose thread has ended never answers again."""
+        return not self._closed and self._thread is not None and self._thread.is_alive()
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
+        since = self._working_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
+        """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,
+        VerifierUnavailable when closed."""
+        if self._closed:
+            raise VerifierUnavailable("the verifier is closed")
+        future: Future[Answer] = Future()
+        refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)
+        if refusal is not None:
+            future.set_result(refusal)
+            return future
+        self._enter(Job(window, future, time.monotonic(), cold=cold))
+        return future
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        """Computes a window and decodes on within its credit. sink is called on the step thread, once a step
+        at most: with the window's Commit, then with one for each token; they end with the output, or with a
+        Failure (for good) or an error (a new window may go on). An older follower of the same id sends
+        nothing any more. Raises as `submit`."""
+        if self._closed:
+            raise VerifierUnavailable("the verifier is closed")
+        refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)
+        if refusal is not None:
+            self._inbox.put(partial(sink, refusal))
+            return
+        self._enter(Follower.of(window, sink))
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None] = lambda _: None) -> None:
+        """The request may be decoded up to `until` tokens of prompt and output; never lowers what was said
+        before. One that was out of credit goes on from there, whether or not its KV is still held.
+
+        told: called on the step thread; False where no window of the request has come here since its release,
+        its failure or `forget_idle`, so that one must be sent in full. Raises VerifierUnavailable when
+        closed."""
+        if self._closed:
+            raise VerifierUnavailable("the verifier is closed")
+        self._inbox.put(partial(self._followers.renew, request_id, until, told))
+
+    def _enter(self, entering: Job | Follower) -> None:
+        with self._entry:
+            if self._queued >= self._max_waiting:
+                raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
+            self._entering += 1
+        self._inbox.put(entering)
+        if self._closed:  # asked after the put: either the thread's end sees it, or this does
+            raise VerifierUnavailable("the verifier is closed")
+
+    @property
+    def _queued(self) -> int:
+        """Windows that wait to be admitted, not counting those that have been before."""
+        return self._entering + len(self._waiting) + len(self._followers.fresh)
+
+    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
+        """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
+        return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
+
+    def _submit_all(self, windows: Sequence[Window], cold: bool) -> list[Future[Answer]]:
+        """All or none: when one is refused, those before it are not computed for nobody."""
+        futures: list[Future[Answer]] = []
+        try:
+            for window in windows:
+                futures.append(self.submit(window, cold))
+        except LLM42Error:
+            for future in futures:
+                future.cancel()
+            raise
+        return futures
+
+    def release(self, request_id: str) -> None:
+        """The request is over: its private KV may go, and nothing more is sent to its follower."""
+        self._inbox.put(request_id)
+
+    def forget_idle(self, age_s: float) -> None:
+        """Frees what is held for requests that have had nothing to compute for `age_s` seconds: their replica
+        may have died without a word. One that does come back is computed anew."""
+        if self._store.idle or len(self._followers):
+            self._inbox.put(time.monotonic() - age_s)
+
+    def stats(self) -> VerifierStats:
+        """The counters, with the present queue and cache sizes."""
+        s, pool = self._stats, self._pool
+        s.waiting, s.active = self._queued, len(self._active)
+        s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
+        s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
+        s.following = len(self._followers.running)
+        return s
