@@ -18,9 +18,10 @@ from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
 from llm42.errors import FingerprintChanged, LLM42Error, RequestRejected, VerifierUnavailable
 from llm42.protocol import Commit, Delta, FinishReason, Request, RequestStats, Window
+from llm42.session.actions import Action, Emit, Extend, Rollback
 from llm42.session.inbox import ANY, NONE, Inbox
 from llm42.session.interfaces import VerifierClient
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.machine import Session
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
 from llm42.session.prompt_scores import score_prompt
 from llm42.session.verify_call import verify
