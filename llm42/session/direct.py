@@ -13,7 +13,7 @@ from llm42.session.actions import Action, Emit, Renew
 from llm42.session.commits import joined
 from llm42.session.drive import Drive, Owner
 from llm42.session.inbox import NONE, Inbox
-from llm42.session.verify_call import Patience, judged
+from llm42.session.verify_call import SEND_IN_FULL, Patience, judged
 from llm42.telemetry import metrics as m
 from llm42.telemetry.tracing import Span
 from llm42.text.output_text import OutputText
@@ -72,6 +72,19 @@ class DirectDrive(Drive):
         except Exception as refusal:
             self.inbox.put((attempt, refusal))
 
+    def _renew(self, until: int) -> None:
+        attempt, name = self.attempt, self.request.request_id
+
+        def told(known: bool) -> None:
+            if not known:
+                unknown = Failure(name, SEND_IN_FULL, "the verifier does not hold the request any more")
+                self.inbox.post((attempt, unknown))
+
+        try:
+            self.verifier.renew(name, until, told)
+        except Exception as refusal:
+            self.inbox.put((attempt, refusal))
+
     async def _answers(self) -> list[_Answer]:
         """Waits until something has come; commits that follow each other are one."""
         limit_s = self.settings.verify_timeout_s
@@ -95,7 +108,7 @@ class DirectDrive(Drive):
             if isinstance(action, Emit):
                 delta = self.delta(action, fingerprint)
             elif isinstance(action, Renew) and not self.session.done:  # before the client has read the delta
-                self.verifier.renew(self.request.request_id, action.until)
+                self._renew(action.until)
         return delta
 
     async def _fail(self, failure: Failure | Exception) -> None:

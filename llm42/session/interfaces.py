@@ -28,9 +28,10 @@ class VerifierClient(Protocol):
         """
         ...
 
-    def renew(self, request_id: str, until: int) -> None:
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
         """A request that is followed may have this length, of prompt and output, and not less than before.
-        Returns at once, never raises: where the request is not known, the sink gets send_in_full."""
+        Returns at once. told: may be called from any thread; False where the request is not known, so that it
+        must be sent in full: then nothing more comes. Raises VerifierUnavailable."""
         ...
 
     def release(self, request_id: str) -> None:

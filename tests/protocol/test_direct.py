@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from llm42.protocol import Commit, Failure, FinishReason, Request, Window
 from llm42.session.driver import Generator
 from llm42.session.interfaces import Sink
 from llm42.session.verify_call import SEND_IN_FULL
+from llm42.verifier.scheduler import Verifier
 from tests.support import (
     GREEDY,
     PENALISED,
@@ -302,6 +304,58 @@ def test_what_does_not_pass_ends_it(
         alone(lab, client, request_of("d", 2), verify_attempts=2, verify_timeout_s=0.7)
     assert len(client.windows) == windows
     assert caught.value.code == (failure.code if isinstance(failure, Failure) else error.code)
+
+
+class Forgets(Follower):
+    """Drops a request that is out of credit, as a verifier does after a while."""
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
+        self._end(request_id)
+        super().renew(request_id, until, told)
+
+
+def test_a_verifier_that_does_not_hold_the_request_gets_it_in_full(lab: Lab) -> None:
+    request = request_of("forgotten", 2, max_tokens=16)
+    client = Forgets(lab.verifier().start(), together=1)
+    answer = alone(lab, client, request, credit=4, verify_timeout_s=20.0)
+    assert differences(answer, lab.oracle(request)) == []
+    assert len(client.windows) == 1 + len(client.renewals) > 2
+
+
+class DiesWhenRenewed(Follower):
+    """Is gone when credit is to be renewed, once."""
+
+    dead = False
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
+        if not self.dead:
+            self.dead = True
+            self._end(request_id)
+            raise VerifierUnavailable("planted")
+        super().renew(request_id, until, told)
+
+
+def test_a_renewal_that_is_refused_is_a_retry(lab: Lab) -> None:
+    request = request_of("renewed", 2, max_tokens=24)
+    client = DiesWhenRenewed(lab.verifier().start(), together=1)
+    answer = alone(lab, client, request, credit=4, verify_timeout_s=20.0)
+    assert differences(answer, lab.oracle(request)) == []
+    assert answer.stats.windows == 1 + answer.stats.verify_retries == 2
+
+
+@pytest.mark.skipif(not hasattr(Verifier, "follow"), reason="this verifier does not go on by itself")
+@pytest.mark.parametrize("credit", [1, 2, 64])
+def test_the_verifier_itself(lab: Lab, credit: int) -> None:
+    requests = [request_of(f"v{i}", i % 3, max_tokens=60, sampling=KINDS[i % 3]) for i in range(8)]
+    requests.append(
+        replace(requests[1], request_id="ends", stop_token_ids=(lab.oracle(requests[1]).tokens[11],))
+    )
+    verifier: Any = lab.verifier(kv_tokens=1024).start()
+    answers = together(direct(lab, verifier, credit=credit), requests)
+    assert lab.wrong(answers, requests) == []
+    assert {a.stats.windows for a in answers} == {1}
+    assert wait_until(lambda: verifier.stats().kv_held_blocks == 0)
+    check_pool(verifier._pool)
 
 
 class OtherFingerprint(Follower):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from llm42.errors import LLM42Error, VerifierUnavailable
@@ -51,10 +52,12 @@ class Follower(Wrapped):
         self.threads.append(threading.Thread(target=self._decode, args=(one,), daemon=True))
         self.threads[-1].start()
 
-    def renew(self, request_id: str, until: int) -> None:
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
         """Lets a request go on."""
         self.renewals.append((request_id, until))
-        if (one := self.followed.get(request_id)) is not None:
+        one = self.followed.get(request_id)
+        told(one is not None)
+        if one is not None:
             with one.changed:
                 one.until = max(one.until, until)
                 one.changed.notify()
