@@ -202,6 +202,8 @@ class RequestStats:
     """Prompt tokens whose KV the verifier had in its cache when the first window came."""
     failovers: int = 0
     """How often another replica went on with the request."""
+    direct_tokens: int = 0
+    """Of the verified tokens, those that the verifier decoded by itself."""
 
 
 @across_releases

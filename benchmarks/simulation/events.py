@@ -19,7 +19,8 @@ from typing import Any
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, Request, TokenLogprob, VerifyTimings, Window
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.actions import Action, Emit, Extend, Rollback
+from llm42.session.machine import Session
 
 RIGHT, WRONG = 1, 0
 LOGPROB = TokenLogprob(RIGHT, 0.0)

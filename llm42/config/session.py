@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from llm42.config.section import Section
@@ -10,6 +12,15 @@ from llm42.config.section import Section
 class SessionSettings(Section):
     """The decode-verify-rollback session of a deterministic request."""
 
+    mode: Literal["verify", "direct"] = "verify"
+    """verify: the fast path decodes and the verifier checks it in windows. direct: the verifier decodes by
+    itself. The output is the same."""
+    credit: PositiveInt = 64
+    """How many tokens the verifier may decode by itself before the replica must have said that somebody still
+    reads them; said anew when half of them are used."""
+    commit_interval_s: PositiveFloat = 0.05
+    """The longest that a token which the verifier decoded by itself waits there for others (seconds). A
+    request's first one never waits, nor does what answers candidates."""
     min_window: PositiveInt = 7
     """Shortest target length of a window, in candidates."""
     max_window: PositiveInt = 63

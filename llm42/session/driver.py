@@ -1,8 +1,8 @@
 """Runs requests: connects an engine, a verifier client and a tokenizer, and streams deltas.
 
 A deterministic request is a session (llm42/session/machine.py) driven by two kinds of events, candidates and
-commits; a best-effort request passes the engine's output through. Leaving the generator, for whatever
-reason, frees everything.
+commits, or by commits alone (direct.py); a best-effort request passes the engine's output through. Leaving
+the generator, for whatever reason, frees everything.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import replace
 
 from llm42.config import Settings
 from llm42.engine.base import Engine, EngineOutput
-from llm42.errors import FingerprintChanged, LLM42Error, RequestRejected, VerifierUnavailable
-from llm42.protocol import Commit, Delta, FinishReason, Request, RequestStats, Window
+from llm42.errors import LLM42Error, RequestRejected, VerifierUnavailable
+from llm42.protocol import Commit, Delta, FinishReason, Request, Window
+from llm42.session.actions import Action, Emit, Extend, Rollback
+from llm42.session.direct import DirectDrive
+from llm42.session.drive import Drive
 from llm42.session.inbox import ANY, NONE, Inbox
 from llm42.session.interfaces import VerifierClient
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
-from llm42.session.prompt_scores import score_prompt
 from llm42.session.verify_call import verify
 from llm42.telemetry import metrics as m
 from llm42.telemetry.tracing import Tracer
@@ -37,7 +38,7 @@ KEEP_ALIVE_S = 5.0
 """Time between the deltas of a request whose client waits for the whole reply: they are keep-alives."""
 
 
-async def _outputs(inbox: Inbox) -> list[EngineOutput]:
+async def _outputs(inbox: Inbox[LLM42Error]) -> list[EngineOutput]:
     """One or more outputs."""
     while True:
         await inbox.wait(ANY)
@@ -73,7 +74,7 @@ class Generator:
                 yield delta
 
     async def _best_effort(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
-        inbox = Inbox()
+        inbox: Inbox[LLM42Error] = Inbox()
         self._streams += request.stream
         try:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
@@ -126,7 +127,8 @@ class Generator:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        drive = _Drive(self, request, text)
+        kind = DirectDrive if self.settings.session.mode == "direct" else _Drive
+        drive: Drive = kind(self, request, text)
         try:
             if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
                 yield await drive.score_prompt()
@@ -138,53 +140,24 @@ class Generator:
             drive.close()
 
 
-class _Drive:
-    """One deterministic request in progress."""
+class _Drive(Drive):
+    """One deterministic request in progress whose candidates come from an engine."""
+
+    owner: Generator
 
     def __init__(self, owner: Generator, request: Request, text: OutputText) -> None:
-        self.owner, self.request, self.text = owner, request, text
-        self.settings = owner.settings.session
-        self.session = Session(request, self.settings, time.monotonic())
-        self.inbox = Inbox(request.stop_token_ids)
+        super().__init__(owner, request, text)
+        self.inbox: Inbox[Commit | LLM42Error] = Inbox(request.stop_token_ids)
         self.verifying: asyncio.Task[None] | None = None
-        self.fingerprint = request.fingerprint
-        self.counted = RequestStats()
         self.cached_tokens: int | None = None
         """What the engine had in its cache, until a delta has reported it."""
 
     def close(self) -> None:
-        """Frees the engine's and the verifier's share; safe at any moment."""
+        """As of every drive; the engine's share, too."""
         self.owner.engine.abort(self.request.request_id)
         if self.verifying is not None:
             self.verifying.cancel()
-        assert self.owner.verifier is not None
-        self.owner.verifier.release(self.request.request_id)
-        self._count_progress()
-
-    def _count_progress(self) -> None:
-        """Adds what the session has counted since the last call."""
-        now, before, metrics = self.session.stats, self.counted, self.owner.metrics
-        metrics.inc(m.CANDIDATE_TOKENS, now.candidate_tokens - before.candidate_tokens)
-        metrics.inc(m.COMMITTED_TOKENS, now.verified_tokens - before.verified_tokens)
-        metrics.inc(m.ROLLBACKS, now.rollbacks - before.rollbacks)
-        metrics.inc(m.ROLLED_BACK_TOKENS, now.rolled_back_tokens - before.rolled_back_tokens)
-        self.counted = replace(now)
-
-    async def score_prompt(self) -> Delta:
-        """What the verifier says of the prompt's own tokens; all of the answer when no token is wanted."""
-        owner, stats = self.owner, self.session.stats
-        assert owner.verifier is not None
-        asked = owner.verifier, self.request, self.settings, owner.tracer, stats
-        logprobs, self.fingerprint = await score_prompt(*asked)
-        last = not self.request.max_tokens
-        return Delta(
-            (),
-            "",
-            finish_reason=FinishReason.LENGTH if last else None,
-            fingerprint=self.fingerprint,
-            stats=stats if last else None,
-            prompt_logprobs=logprobs,
-        )
+        super().close()
 
     async def run(self) -> AsyncGenerator[Delta, None]:
         """Yields one delta per commit until the output ends."""
@@ -199,7 +172,7 @@ class _Drive:
                     if self.session.done:
                         return
                 if isinstance(event, Commit):
-                    self._count_progress()
+                    self.count_progress()
             now = time.monotonic()  # the same for `due` and `deadline`: else one could pass between them
             window = self.session.due(now)
             if window is not None:
@@ -217,21 +190,11 @@ class _Drive:
         if isinstance(event, LLM42Error):
             raise event
         if isinstance(event, Commit):
-            self._require_same(event)
-            if self.session.stats.windows == 1:
-                cached = min(event.timings.cached_rows, len(self.request.prompt))
-                self.session.stats.cached_prompt_tokens = cached
-            return self.session.commit(event, time.monotonic())
+            return self.commit(event)
         require_no_error(event)
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
-
-    def _require_same(self, commit: Commit) -> None:
-        """One reply, one fingerprint: no promise covers tokens of two different verifiers."""
-        self.fingerprint = self.fingerprint or commit.fingerprint
-        if commit.fingerprint != self.fingerprint:
-            raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
 
     def _act(self, action: Action, event: EngineOutput | Commit | LLM42Error) -> Delta | None:
         engine, request = self.owner.engine, self.request
@@ -240,39 +203,23 @@ class _Drive:
         elif isinstance(action, Extend):
             engine.extend(request.request_id, action.limit)
         elif isinstance(action, Emit):
-            fingerprint = event.fingerprint if isinstance(event, Commit) else None
             cached, self.cached_tokens = self.cached_tokens, None
-            delta = to_delta(
-                self.owner.tokenizer,
-                request,
-                self.text,
-                action.tokens,
-                action.logprobs,
-                self.session.finish,
-                self.session,
-                fingerprint,
-            )
+            delta = self.delta(action, event.fingerprint if isinstance(event, Commit) else None)
             return delta if cached is None else replace(delta, cached_tokens=cached)
         return None
 
     async def _verify(self, window: Window) -> None:
         """Puts what comes of one window into the inbox."""
-        verifier, tracer = self.owner.verifier, self.owner.tracer
-        assert verifier is not None
-        began = time.monotonic()
+        tracer, began = self.owner.tracer, time.monotonic()
         span = tracer.start("window", self.request.trace, candidates=len(window.candidates))
         answer: Commit | LLM42Error = LLM42Error("no attempt was made")
         try:
-            answer = await verify(verifier, window, self.settings, tracer, span.trace, self._on_retry)
+            answer = await verify(self.verifier, window, self.settings, tracer, span.trace, self.on_retry)
             self.inbox.put(answer)  # first: counting may fail, the answer must not be lost
         finally:
             span.end(accepted=answer.accepted if isinstance(answer, Commit) else -1)
         if isinstance(answer, Commit):
             self._count(window, answer, time.monotonic() - began)
-
-    def _on_retry(self) -> None:
-        self.session.stats.verify_retries += 1
-        self.owner.metrics.inc(m.VERIFY_RETRIES)
 
     def _count(self, window: Window, commit: Commit, seconds: float) -> None:
         metrics = self.owner.metrics

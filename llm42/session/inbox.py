@@ -1,4 +1,4 @@
-"""What the driver of one request waits for: outputs of the engine's thread, answers of its own event loop.
+"""What the driver of one request waits for: outputs of the engine's thread, a verifier's answers.
 
 Waking an event loop from another thread for every token costs more than anything else a replica does with
 the token (at 256 requests a replica's Python was the limit of the whole GPU). So the driver says from which
@@ -11,10 +11,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from llm42.engine.base import EngineOutput
-from llm42.errors import LLM42Error
-from llm42.protocol import Commit
+
+A = TypeVar("A")
 
 ANY = 0
 """`wake_at` of a driver that wants every output."""
@@ -22,8 +23,8 @@ NONE = float("inf")
 """`wake_at` of a driver that wants no output, unless it ends something."""
 
 
-class Inbox:
-    """Made and read in an event loop; `sink` may be called from any one thread.
+class Inbox(Generic[A]):
+    """Made and read in an event loop; `sink` and `post` may be called from any thread. A: what answers are.
 
     stops: ids that always wake (after an end token no more candidates come).
     """
@@ -33,7 +34,7 @@ class Inbox:
     def __init__(self, stops: Iterable[int] = ()) -> None:
         self._loop = asyncio.get_running_loop()
         self._outputs: deque[EngineOutput] = deque()
-        self._answers: deque[Commit | LLM42Error] = deque()
+        self._answers: deque[A] = deque()
         self._ready = asyncio.Event()
         self._stops = frozenset(stops)
         self._wake_at: float = NONE
@@ -42,15 +43,24 @@ class Inbox:
     def sink(self, output: EngineOutput) -> None:
         """llm42.engine.base.Sink."""
         self._outputs.append(output)  # before `_wake_at` is read: `wait` sets that and then looks here
-        if not self._woken and self._wakes(output):
-            self._woken = True
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                self._loop.call_soon_threadsafe(self._ready.set)
+        if self._wakes(output):
+            self._wake()
 
-    def put(self, answer: Commit | LLM42Error) -> None:
+    def put(self, answer: A) -> None:
         """An answer; called in the event loop."""
         self._answers.append(answer)
         self._ready.set()
+
+    def post(self, answer: A) -> None:
+        """An answer, from any thread."""
+        self._answers.append(answer)  # before `_woken` is read, as above
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                self._loop.call_soon_threadsafe(self._ready.set)
 
     async def wait(self, wake_at: float, timeout_s: float | None = None) -> None:
         """Until an output reaches output token number `wake_at`, or ends something, or an answer is there, or
@@ -65,11 +75,11 @@ class Inbox:
                         return
                     await self._ready.wait()
 
-    def take(self) -> tuple[list[EngineOutput], list[Commit | LLM42Error]]:
+    def take(self) -> tuple[list[EngineOutput], list[A]]:
         """Everything that is there."""
         self._ready.clear()
         self._woken = False  # before the outputs are looked at: what comes later wakes again
-        outputs, answers = [], []
+        outputs, answers = list[EngineOutput](), list[A]()
         while self._outputs:
             outputs.append(self._outputs.popleft())
         while self._answers:

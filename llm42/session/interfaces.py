@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Delta, Failure, Request, Window
+
+Sink = Callable[[Commit | Failure | LLM42Error], None]
+"""Who follows a request. May be called from any thread; must not block or raise."""
 
 
 class VerifierClient(Protocol):
@@ -14,6 +18,20 @@ class VerifierClient(Protocol):
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
         pure."""
+        ...
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        """Has a window with credit answered, and goes on decoding after it. Returns at once.
+
+        The sink gets the commits as they come, in order, or what is the matter: an error after which none
+        comes. Another window of the same request takes the place of this one. Raises as `verify`.
+        """
+        ...
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
+        """A request that is followed may have this length, of prompt and output, and not less than before.
+        Returns at once. told: may be called from any thread; False where the request is not known, so that it
+        must be sent in full: then nothing more comes. Raises VerifierUnavailable."""
         ...
 
     def release(self, request_id: str) -> None:

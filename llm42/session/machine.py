@@ -5,43 +5,20 @@ Events go in (`candidates`, `commit`), actions come out. `committed` begins with
 (`Request.output`). Nothing but `commit` adds to it, through `_append`, and only what was added is ever
 emitted. Which window is sent when depends on timing; what a window's answer is does not, so the output is a
 function of the request and the verifier's fingerprint.
+
+In mode direct one window without candidates is all that is sent: under its credit the verifier goes on by
+itself, in many commits. Of these each position is taken once and in order, however they come.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Committed tokens for the client, with their log-probabilities."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """The fast path must continue from exactly these output tokens."""
-
-    output: tuple[int, ...]
-    epoch: int
-    limit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """The fast path may decode up to output token number `limit`."""
-
-    limit: int
-
-
-Action = Emit | Rollback | Extend
+from llm42.session.actions import Action, Emit, Extend, Renew, Resend, Rollback
 
 
 @dataclass(slots=True)
@@ -56,17 +33,30 @@ class Session:
     """Candidates after `committed` that wait for verification (the window in flight included)."""
     epoch: int = 0
     in_flight: Window | None = None
+    """The window whose answer is awaited; in mode direct the one that the verifier goes on after."""
     finish: FinishReason | None = None
     target: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
+    credit: int = field(init=False)
+    """What windows carry; 0: each has one commit."""
+    _until: int = 0
+    """Up to which length of prompt and output the verifier may go on; 0: no window had credit."""
+    _gap_at: int = -1
+    """Length of the output at which a commit was last found missing."""
     _fast: int = 0
     """Output tokens the fast path has reported in this epoch and that agree with `committed` and
     `proposed`."""
 
     def __post_init__(self) -> None:
         self.target = self.settings.start_window
+        self.credit = self.settings.credit if self.direct else 0
         self.committed = list(self.request.output)
         self._fast = len(self.committed)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the verifier decodes, and no fast path."""
+        return self.settings.mode == "direct"
 
     @property
     def done(self) -> bool:
@@ -96,22 +86,37 @@ class Session:
 
     def due(self, now: float) -> Window | None:
         """The window to send now, or None; the caller must send what it gets."""
-        if self.in_flight or self.finish or not self.proposed:
+        if self.in_flight or self.finish:
             return None
-        length, closed = self._window_length()
-        if not (length >= self.target or closed or self._is_late(now)):
-            return None
-        self.in_flight = Window(
-            self.request.request_id,
-            (*self.request.prompt, *self.committed),
-            len(self.request.prompt),
-            tuple(self.proposed[:length]),
-            self.request.sampling,
-            self.request.num_logprobs or 0,
-            cache_salt=self.request.cache_salt,
-        )
+        length = 0
+        if not self.direct:
+            length, closed = self._window_length()
+            if not length or not (length >= self.target or closed or self._is_late(now)):
+                return None
+        self.in_flight = self._window(tuple(self.proposed[:length]))
         self.stats.windows += 1
         return self.in_flight
+
+    def _window(self, candidates: tuple[int, ...]) -> Window:
+        request = self.request
+        window = Window(
+            request.request_id,
+            (*request.prompt, *self.committed),
+            len(request.prompt),
+            candidates,
+            request.sampling,
+            request.num_logprobs or 0,
+            cache_salt=request.cache_salt,
+        )
+        if not self.credit:
+            return window
+        self._until = min(len(window.tokens) + 1 + self.credit, self._max_len)
+        ends = request.stop_token_ids
+        return replace(window, credit=self.credit, stop_token_ids=ends, max_len=self._max_len)
+
+    @property
+    def _max_len(self) -> int:
+        return len(self.request.prompt) + self.request.max_tokens
 
     def wanted(self, now: float) -> float:
         """From which output token on the fast path's candidates let something be done: a window is due then,
@@ -132,33 +137,74 @@ class Session:
         return now >= self.last_commit + self.settings.commit_deadline_s
 
     def commit(self, commit: Commit, now: float) -> list[Action]:
-        """The answer to the window in flight."""
-        window = self.in_flight
-        assert window is not None, "a commit without a window in flight"
-        if commit.request_id != window.request_id or commit.base != len(window.tokens):
+        """The answer to the window in flight or, once a window had credit, how the verifier went on.
+
+        What stands already is compared and left; behind a gap nothing is taken. ValueError: it cannot be."""
+        if self.finish:
+            return []
+        window, begin = self.in_flight, commit.base - len(self.request.prompt)
+        answers = window is not None and commit.base == len(window.tokens)
+        if commit.request_id != self.request.request_id or begin < 0 or not (answers or self._until):
             raise ValueError(
                 f"commit for {commit.request_id}@{commit.base} does not answer this session's window"
             )
-        if not 0 <= commit.accepted == len(commit.logprobs) - 1 <= len(window.candidates):
+        if begin > len(self.committed):
+            return self._missing()
+        known = self.committed[begin:]
+        given = window.candidates if window is not None and answers else tuple(known)
+        fresh = self._fresh(commit, given, known)
+        if answers and not self.direct:
+            self.in_flight = None
+        if not fresh:
+            return []
+        self.last_commit, stood = now, len(known)
+        emit = self._append(fresh, commit.logprobs[stood:])
+        decoded_from = commit.accepted + 1 if given else 0
+        self.stats.direct_tokens += max(0, stood + len(emit.tokens) - max(stood, decoded_from))
+        if self.direct:
+            actions = [emit, *self._renewals()]
+        else:
+            actions = [emit, self._follow(emit.tokens, answers and commit.accepted < len(given))]
+        if answers and not self.direct:
+            self._adapt(commit, len(given))
+        return actions[:1] if self.finish else actions
+
+    def _fresh(self, commit: Commit, given: Sequence[int], known: Sequence[int]) -> tuple[int, ...]:
+        """The commit's tokens after those that are known from its base on. given: what it may accept of."""
+        count = commit.accepted + 1 + len(commit.decoded)
+        unasked = bool(commit.decoded) and not self._until
+        if unasked or not 0 <= commit.accepted <= len(given) or len(commit.logprobs) != count:
             raise ValueError(
                 f"a commit of {commit.accepted} candidates with {len(commit.logprobs)} log-probabilities does"
-                f" not answer a window of {len(window.candidates)}"
+                f" not answer a window of {len(given)}"
             )
-        self.in_flight, self.last_commit = None, now
-        accepted, sent = commit.accepted, len(window.candidates)
-        emit = self._append((*window.candidates[:accepted], commit.next_token), commit.logprobs)
-        del self.proposed[:accepted]
-        if accepted < sent:
-            actions: list[Action] = [emit, self._roll_back(lost=len(self.proposed))]
-        elif self.proposed and len(emit.tokens) > accepted and self.proposed[0] != commit.next_token:
-            actions = [emit, self._roll_back(lost=len(self.proposed))]
-        else:
-            del self.proposed[
-                :1
-            ]  # the bonus token is what the fast path decoded, or it has not got there yet
-            actions = [emit, Extend(self.limit)]
-        self._adapt(commit, sent)
-        return actions[:1] if self.finish else actions
+        tokens = (*given[: commit.accepted], commit.next_token, *commit.decoded)
+        for at, (token, stands) in enumerate(zip(tokens, known, strict=False), commit.base):
+            if token != stands:
+                raise ValueError(
+                    f"a broken promise: the verifier says {token} at position {at}, and had said {stands}"
+                )
+        return tokens[len(known) :]
+
+    def _missing(self) -> list[Action]:
+        """Asks once for what is missing: what is on its way behind the gap is ignored meanwhile."""
+        if self._gap_at == len(self.committed):
+            return []
+        self._gap_at, self.in_flight = len(self.committed), None
+        return [Resend()]
+
+    def _renewals(self) -> list[Action]:
+        """More credit when half is used, if anything is left to decode for whoever decodes."""
+        length = len(self.request.prompt) + len(self.committed)
+        until = min(length + self.credit, self._max_len)
+        if not self.in_flight or 2 * (self._until - length) > self.credit or until <= self._until:
+            return []
+        self._until = until
+        return [Renew(until)]
+
+    def lost(self) -> None:
+        """The verifier is gone, or knows nothing of the request: `due` gives the window in full again."""
+        self.in_flight, self._gap_at = None, -1
 
     def stop(self, reason: FinishReason = FinishReason.STOP) -> None:
         """Ends the session from outside: a stop string in the committed text, or the client is gone."""
@@ -197,6 +243,14 @@ class Session:
                 break
         self.stats.verified_tokens += used
         return Emit(tuple(tokens[:used]), tuple(logprobs[:used]))
+
+    def _follow(self, tokens: Sequence[int], mismatch: bool) -> Action:
+        """Holds new committed tokens against the candidates, which may be fewer. mismatch: they do differ."""
+        for token in tokens:
+            if self.proposed and self.proposed[0] != token:
+                return self._roll_back(lost=len(self.proposed))
+            del self.proposed[:1]
+        return self._roll_back(lost=len(self.proposed)) if mismatch else Extend(self.limit)
 
     def _roll_back(self, lost: int) -> Rollback:
         self.stats.rollbacks += 1

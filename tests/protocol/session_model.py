@@ -14,10 +14,16 @@ from random import Random
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.actions import Action, Emit, Extend, Rollback
+from llm42.session.machine import Session
 
 VOCAB, END = 40, 0
 PROMPT = (3, 1, 4, 1, 5)
+
+
+def prompt_of(seed: int) -> tuple[int, ...]:
+    """One of as many prompts as there are tokens: their outputs end after 1 to some hundred tokens."""
+    return (3, 1, 4, 1, seed % VOCAB)
 
 
 def canonical(tokens: Sequence[int]) -> int:
@@ -30,17 +36,19 @@ def logprob(tokens: Sequence[int], token: int) -> TokenLogprob:
     return TokenLogprob(token, -hashlib.sha256(bytes((*tokens, token))).digest()[1] / 100)
 
 
-def oracle(max_tokens: int) -> tuple[list[int], list[TokenLogprob], FinishReason]:
+def oracle(
+    max_tokens: int, prompt: Sequence[int] = PROMPT
+) -> tuple[list[int], list[TokenLogprob], FinishReason]:
     """Decoding alone."""
-    tokens, logprobs = list(PROMPT), []
+    tokens, logprobs = list(prompt), []
     while True:
         token = canonical(tokens)
         logprobs.append(logprob(tokens, token))
         tokens.append(token)
         if token == END:
-            return tokens[len(PROMPT) :], logprobs, FinishReason.STOP
+            return tokens[len(prompt) :], logprobs, FinishReason.STOP
         if len(logprobs) == max_tokens:
-            return tokens[len(PROMPT) :], logprobs, FinishReason.LENGTH
+            return tokens[len(prompt) :], logprobs, FinishReason.LENGTH
 
 
 def verify(window: Window) -> Commit:
@@ -61,6 +69,7 @@ class FastPath:
     """Proposes the canonical token with a given probability; outputs wait in `outbox` until delivered."""
 
     rng: Random
+    prompt: tuple[int, ...]
     accuracy: float
     limit: int
     output: list[int] = field(default_factory=list)
@@ -74,7 +83,7 @@ class FastPath:
         """Decodes one token if it may."""
         if self.parked or len(self.output) >= self.limit:
             return False
-        token = canonical((*PROMPT, *self.output))
+        token = canonical((*self.prompt, *self.output))
         if self.rng.random() >= self.accuracy:
             token = self.rng.randrange(VOCAB)
         self.outbox.append((self.epoch, len(self.output), token))
@@ -139,9 +148,9 @@ def play(
 ) -> list[str]:
     """One request under a schedule drawn from `seed`; returns the broken properties (none: all hold)."""
     rng, now = Random(seed), 0.0
-    request = Request("r", PROMPT, max_tokens, deterministic=True, stop_token_ids=(END,))
+    request = Request("r", prompt_of(seed), max_tokens, deterministic=True, stop_token_ids=(END,))
     session = make(request, settings, now)
-    fast, count = FastPath(rng, accuracy, session.limit), Count()
+    fast, count = FastPath(rng, request.prompt, accuracy, session.limit), Count()
     shown: list[int] = []
     logprobs: list[TokenLogprob] = []
     flight: Window | None = None
@@ -188,7 +197,7 @@ def play(
             count.windows += 1
     else:
         broken.append("no end")
-    want, want_logprobs, reason = oracle(max_tokens)
+    want, want_logprobs, reason = oracle(max_tokens, request.prompt)
     if shown != want or logprobs != want_logprobs or session.finish != reason:
         broken.append(f"{shown} ({session.finish}) instead of {want} ({reason})")
     count.verified_tokens = len(want)

@@ -6,7 +6,8 @@ import pytest
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, Window
-from llm42.session.machine import Action, Emit, Rollback, Session
+from llm42.session.actions import Action, Emit, Rollback
+from llm42.session.machine import Session
 from tests.protocol.session_model import PROMPT, canonical, verify
 
 STOP = 255

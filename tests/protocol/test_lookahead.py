@@ -11,7 +11,8 @@ from benchmarks.simulation.events import Costs, Simulation
 from benchmarks.simulation.session import Before
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, Request, VerifyTimings
-from llm42.session.machine import Extend, Rollback, Session
+from llm42.session.actions import Extend, Rollback
+from llm42.session.machine import Session
 from tests.protocol.session_model import PROMPT, VOCAB, canonical, play, verify
 
 SETTINGS = SessionSettings()

@@ -10,7 +10,8 @@ import pytest
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, TokenLogprob, Window
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.actions import Action, Emit, Extend, Rollback
+from llm42.session.machine import Session
 from tests.protocol.session_model import END, VOCAB, play, verify
 from tests.support import Answer, differences
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, VerifyTimings, Window
-from llm42.session.machine import Action, Emit, Extend, Rollback, Session
+from llm42.session.actions import Action, Emit, Extend, Rollback
+from llm42.session.machine import Session
 from tests.protocol.session_model import END, PROMPT, VOCAB, canonical, play, verify
 
 LENGTHS = st.integers(1, 128)

@@ -15,9 +15,10 @@ from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.protocol import Commit, Request, SamplingParams
 from llm42.session import driver
+from llm42.session.actions import Action, Emit
 from llm42.session.driver import Generator
 from llm42.session.interfaces import VerifierClient
-from llm42.session.machine import Action, Emit, Session
+from llm42.session.machine import Session
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
 from tests.support import (

@@ -14,6 +14,7 @@ from tests.support.engines import (
     vllm_settings,
     wait_until,
 )
+from tests.support.followers import Followed, Follower
 from tests.support.lab import Lab
 from tests.support.oracle import Answer, answer_of, decode_alone, differences
 from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
@@ -34,6 +35,8 @@ __all__ = [
     "AcceptsEverything",
     "Answer",
     "Client",
+    "Followed",
+    "Follower",
     "Lab",
     "VllmPool",
     "Wrapped",

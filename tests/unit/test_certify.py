@@ -249,6 +249,22 @@ class TestFingerprint:
         assert list(fp.differing_fields(before, after)) == [field]
         assert digest(before) != digest(after)
 
+    @pytest.mark.parametrize(
+        "value", [{"mode": "direct"}, {"mode": "direct", "credit": 1}, {"commit_interval_s": 1.0}], ids=str
+    )
+    def test_the_way_to_a_commit_is_not_in_it(
+        self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], value: dict[str, object]
+    ) -> None:
+        """Nor in what a certificate is kept under: either way needs no other one."""
+        model, tokenizer = loaded
+        tree = settings.model_dump(mode="json")
+        changed = Settings.load(tree | {"session": tree["session"] | value})
+        assert changed.session != settings.session
+        before, after = (manifest.inputs(model, s, tokenizer.identity) for s in (settings, changed))
+        assert before == after
+        keys = (manifest.certificate_key(before, settings), manifest.certificate_key(after, changed))
+        assert keys[0] == keys[1]
+
     def test_tokenizer_environment_libraries_code_device(
         self, settings: Settings, loaded: tuple[LoadedModel, Tokenizer], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -66,6 +66,38 @@ async def test_an_answer_always_wakes_and_comes_after_the_candidates() -> None:
     assert inbox.take() == ([output(0, 5)], [answer])
 
 
+class Unheard(Inbox[int]):
+    """Leaves an answer of another thread where it is."""
+
+    def post(self, answer: int) -> None:
+        self._answers.append(answer)
+
+
+async def _posted(inbox: Inbox[int], count: int) -> list[int]:
+    """What a driver hears of a thread that posts `count` answers, until nothing comes for a while."""
+    got, thread = list[int](), threading.Thread(target=lambda: [inbox.post(n) for n in range(count)])
+    waiting = asyncio.create_task(inbox.wait(NONE))
+    await asyncio.sleep(0.01)  # it waits before the first one comes
+    thread.start()
+    while len(got) < count:
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        if not done:
+            break
+        got += inbox.take()[1]
+        waiting = asyncio.create_task(inbox.wait(NONE))
+    waiting.cancel()
+    thread.join()
+    return got
+
+
+async def test_answers_of_another_thread_wake_and_come_in_order() -> None:
+    assert await _posted(Inbox(), 3000) == list(range(3000))
+
+
+async def test_control_without_a_wakening_they_wait() -> None:
+    assert await _posted(Unheard(), 3) == []
+
+
 async def test_the_wait_ends_with_its_time() -> None:
     await asyncio.wait_for(Inbox().wait(ANY, 0.05), PATIENCE_S)
 

@@ -44,9 +44,9 @@ def pickled_by(kind: type[Any], message: Any, drop: int = 0, add: tuple[str, ...
 MESSAGES = [
     FULL,
     SamplingParams(min_tokens_banned=(1,)),
-    Window("r", (5,), 1, (6,), SamplingParams(), cache_salt="salt"),
+    Window("r", (5,), 1, (6,), SamplingParams(), cache_salt="salt", credit=3, max_len=9),
     Delta((1,), "a", finish_reason=FinishReason.STOP, stats=RequestStats(windows=2), verifier="v"),
-    RequestStats(windows=2, failovers=1),
+    RequestStats(windows=2, failovers=1, direct_tokens=3),
     Status(True, skew=True),
     VerifierStatus("ready", "f", request={"code": "c"}),
     MemberInfo("v", "0", None, 2.0),

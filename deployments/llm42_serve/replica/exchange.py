@@ -1,0 +1,196 @@
+"""One verifier as a replica talks to it about requests that it follows: windows, renewals and releases go up,
+commits come down, in few calls.
+
+While any request is followed one call lies open at the verifier, which answers it when something is due. What
+is to go up goes with a call of its own, beside the open one, which is answered then. So at most two are under
+way, and what comes meanwhile goes with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from llm42.errors import LLM42Error, VerifierUnavailable
+from llm42.protocol import Window
+from llm42.session.interfaces import Sink
+from llm42_serve.wire import Answer, Down, Up, unpack
+
+log = logging.getLogger(__name__)
+UNDER_WAY = 2
+AGAIN_S = (0.05, 0.2, 0.8)
+"""Pauses after calls that were lost one after the other; after the last one the verifier counts as dead."""
+
+
+class CallLost(Exception):
+    """A call or its answer was lost on the way; the verifier may be well."""
+
+
+class Exchange:
+    """Belongs to an event loop. `call` makes one actor call: CallLost is repeated, any other exception of it
+    means that this verifier is gone, and that every request must begin anew elsewhere."""
+
+    def __init__(
+        self, replica: str, call: Callable[[Up], Awaitable[Down]], interval_s: Callable[[], float]
+    ) -> None:
+        """replica: a name that no other one has. interval_s: how long directly decoded tokens may wait."""
+        self._replica, self._call, self._interval_s = replica, call, interval_s
+        self._sinks: dict[str, Sink] = {}
+        self._windows: dict[str, Window] = {}
+        self._renewals: dict[str, int] = {}
+        self._releases: set[str] = set()
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        """Under way, by number."""
+        self._early: dict[int, Down] = {}
+        """Answers that follow one which has not come yet, by what they follow."""
+        self._number = self._arrived = self._lost = 0
+        self._pause: asyncio.TimerHandle | None = None
+        self.dead: LLM42Error | None = None
+
+    @property
+    def followed(self) -> int:
+        """How many requests are followed here."""
+        return len(self._sinks)
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        """As VerifierClient.follow. Raises VerifierUnavailable when the verifier is gone."""
+        if self.dead is not None:
+            raise self.dead
+        name = window.request_id
+        self._sinks[name], self._windows[name] = sink, window
+        self._renewals.pop(name, None)  # of a window before
+        self._next()
+
+    def renew(self, request_id: str, until: int) -> None:
+        """As VerifierClient.renew; a request that the verifier does not know is said to the sink."""
+        if request_id in self._sinks:
+            self._renewals[request_id] = max(until, self._renewals.get(request_id, 0))
+            self._next()
+
+    def release(self, request_id: str) -> None:
+        """As VerifierClient.release; one that is not followed here is nothing."""
+        if self._sinks.pop(request_id, None) is None:
+            return
+        self._renewals.pop(request_id, None)
+        self._windows.pop(request_id, None)
+        self._releases.add(request_id)  # also where the window was still here: one before it may be there
+        self._next()
+
+    def close(self) -> None:
+        """Ends the calls; nothing is said to anybody."""
+        self.dead = self.dead or VerifierUnavailable("the replica is closed")
+        self._sinks.clear()
+        if self._pause is not None:
+            self._pause.cancel()
+        for task in self._calls.values():
+            task.cancel()
+
+    # ---- calls
+
+    def _next(self) -> None:
+        """Makes a call if there is something to say, or if somebody listens and none is open."""
+        if self.dead is not None or self._pause is not None or len(self._calls) >= UNDER_WAY:
+            return
+        says = self._windows or self._renewals or self._releases
+        if not says and (self._calls or not self._sinks):
+            return
+        self._number += 1
+        up = Up(
+            self._replica,
+            self._number,
+            next(iter(self._calls), 0),
+            self._arrived,
+            self._interval_s(),
+            tuple(self._windows.values()),
+            tuple(self._renewals.items()),
+            tuple(self._releases),
+        )
+        for said in (self._windows, self._renewals, self._releases):
+            said.clear()
+        self._calls[up.number] = asyncio.get_running_loop().create_task(self._make(up))
+
+    async def _make(self, up: Up) -> None:
+        try:
+            down = await self._call(up)
+        except CallLost as error:
+            del self._calls[up.number]
+            self._repeat(up, error)
+        except Exception as error:
+            del self._calls[up.number]
+            self._die(error)
+        else:
+            del self._calls[up.number]
+            self._lost = 0
+            self._take(down)
+        self._drop_early()
+        self._next()
+
+    def _repeat(self, up: Up, error: Exception) -> None:
+        """Says again what nobody may have heard, unless it is out of date, after a pause."""
+        for window in up.windows:
+            if window.request_id in self._sinks:
+                self._windows.setdefault(window.request_id, window)
+        for name, until in up.renewals:
+            if name in self._sinks:
+                self._renewals[name] = max(until, self._renewals.get(name, 0))
+        self._releases.update(name for name in up.releases if name not in self._sinks)
+        self._lost += 1
+        if self._lost > len(AGAIN_S):
+            self._die(error)
+        elif self._pause is None:
+            self._pause = asyncio.get_running_loop().call_later(AGAIN_S[self._lost - 1], self._go_on)
+
+    def _go_on(self) -> None:
+        self._pause = None
+        self._next()
+
+    def _die(self, error: Exception) -> None:
+        """Tells everybody who listens that the verifier is gone."""
+        if self.dead is not None:
+            return
+        self.dead = VerifierUnavailable(f"{type(error).__name__}: {error}")
+        sinks, self._sinks = self._sinks, {}
+        for task in self._calls.values():
+            task.cancel()
+        for sink in sinks.values():
+            sink(self.dead)
+
+    # ---- answers
+
+    def _take(self, down: Down) -> None:
+        """Hands on what has come, in order: an answer that came early waits for the one it follows."""
+        held = self._early.get(down.after)
+        if down.number > max(down.after, self._arrived) and (held is None or held.number < down.number):
+            self._early[down.after] = down
+        while (
+            early := next((d for d in self._early.values() if d.after <= self._arrived), None)
+        ) is not None:
+            del self._early[early.after]
+            if early.number > self._arrived:
+                self._arrived = early.number
+                self._hand_on(early)
+
+    def _drop_early(self) -> None:
+        """Without another call under way what an early answer follows is lost, and both come again."""
+        if not self._calls:
+            self._early.clear()
+
+    def _hand_on(self, down: Down) -> None:
+        commits, at = list(unpack(down.commits)) if down.commits is not None else [], 0
+        for before, name, failure in down.failures:
+            for commit in commits[at:before]:
+                self._say(commit.request_id, commit)
+            at = before
+            self._say(name, failure)
+        for commit in commits[at:]:
+            self._say(commit.request_id, commit)
+
+    def _say(self, name: str, answer: Answer) -> None:
+        sink = self._sinks.get(name)
+        if sink is None:  # it was released meanwhile
+            return
+        try:
+            sink(answer)
+        except Exception:  # one request's reader must not end everybody's exchange
+            log.exception("the answer of %s could not be handed on", name)

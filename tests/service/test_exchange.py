@@ -1,0 +1,349 @@
+"""The exchange between a replica and a verifier, over a transport that loses, repeats and delays: nobody
+notices but by the time it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.protocol import Commit, Failure, SamplingParams, Window
+from llm42.session.verify_call import SEND_IN_FULL
+from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.verifiers import outbox as outboxes
+from llm42_serve.verifiers.outbox import Outbox, Outboxes
+from llm42_serve.wire import Down, Up, unpack
+from tests.protocol.session_model import oracle, prompt_of
+from tests.service.wires import Both, Read, Transport, read, request_of
+
+FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
+LONG_S = 30.0
+"""An interval that no test waits for."""
+
+
+@asynccontextmanager
+async def both(**changes: Any) -> AsyncIterator[Both]:
+    made = Both(**changes)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def played(count: int = 8, patience_s: float = 3.0, **changes: Any) -> tuple[list[str], Both]:
+    """What was noticed of the transport by requests that were read together."""
+    async with both(**changes) as made:
+        requests = [request_of(i) for i in range(count)]
+        found = await asyncio.gather(*(read(made.exchange, r, patience_s) for r in requests))
+    return [w for i, f in enumerate(found) for w in wrong(i, f)], made
+
+
+def wrong(number: int, found: Read) -> list[str]:
+    want = oracle(60, prompt_of(number))[0]
+    facts = {
+        "another output": found.tokens != want,
+        "more than one window": found.stats.windows != 1,
+        "a failure": bool(found.failures),
+        "silence": bool(found.silences),
+    }
+    return [f"{number}: {fact}" for fact, holds in facts.items() if holds]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_nobody_notices_what_the_transport_does(seed: int) -> None:
+    noticed, made = await played(seed=seed, fates=FATES)
+    assert noticed == []
+    assert made.transport.most == 2
+
+
+@pytest.mark.parametrize("fate", ["lost", "unsent", "twice", "slow"])
+async def test_nor_of_each_alone(fate: str) -> None:
+    noticed, _ = await played(4, fates=("good", "good", fate))
+    assert noticed == []
+
+
+class GivesOnce(Outbox):
+    """Keeps nothing of what it has given."""
+
+    def _acknowledge(self, up: Up) -> None:
+        super()._acknowledge(replace(up, acknowledged=self._number))
+
+
+class InAnyOrder(Exchange):
+    """Hands on what comes as it comes."""
+
+    def _take(self, down: Down) -> None:
+        self._arrived = max(self._arrived, down.number)
+        self._hand_on(down)
+
+
+class SaysOnce(Exchange):
+    """Does not repeat what a lost call said."""
+
+    def _repeat(self, up: Up, error: Exception) -> None:
+        super()._repeat(replace(up, windows=(), renewals=(), releases=()), error)
+
+
+async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outboxes, "Outbox", GivesOnce)
+    noticed, _ = await played(4, 0.2, fates=("good", "good", "lost"))
+    assert any("window" in n for n in noticed)
+
+
+async def test_control_answers_out_of_order() -> None:
+    found = [(await played(seed=seed, fates=("good", "slow"), kind=InAnyOrder))[0] for seed in range(8)]
+    assert any("window" in n for noticed in found for n in noticed)
+
+
+async def test_control_a_call_that_is_not_repeated() -> None:
+    async with both(fates=("good", "unsent"), seed=1, kind=SaysOnce) as made:
+        found = await asyncio.gather(*(read(made.exchange, request_of(i), 0.5) for i in range(8)))
+    assert any(f.silences for f in found)
+
+
+# ---- when calls are made and answered
+
+
+async def test_the_first_token_leaves_at_once_and_later_ones_wait_for_others() -> None:
+    async with both(interval_s=0.1, step_s=0.002) as made:
+        began = time.monotonic()
+        first = asyncio.Event()
+        window = window_of("a", credit=1000, max_len=400)
+        tokens = list[int]()
+
+        def sink(answer: Any) -> None:
+            first.set()
+            tokens.extend((answer.next_token, *answer.decoded))
+
+        made.exchange.follow(window, sink)
+        await asyncio.wait_for(first.wait(), 5.0)
+        assert time.monotonic() - began < 0.09, "it did not wait for the interval"
+        await asyncio.sleep(0.65)
+        assert len(tokens) > 30
+        assert len(made.transport.calls) <= 10, "tokens come together"
+
+
+async def test_a_new_window_never_waits_for_the_open_call() -> None:
+    async with both(interval_s=LONG_S) as made:
+        for name in ("a", "b", "c"):
+            heard = asyncio.Event()
+            made.exchange.follow(window_of(name, credit=50), lambda _, e=heard: e.set())  # type: ignore[misc]
+            await asyncio.wait_for(heard.wait(), 5.0)
+        assert made.transport.most == 2
+        assert made.transport.under_way == 1, "one call lies open"
+
+
+async def test_many_words_go_together() -> None:
+    async with both(interval_s=LONG_S) as made:
+        for i in range(50):
+            made.exchange.follow(window_of(f"r{i}", credit=5), lambda _: None)
+        await asyncio.sleep(0.2)
+        assert len(made.transport.calls) < 10
+        assert sum(len(up.windows) for up in made.transport.calls) == 50
+
+
+async def test_nobody_calls_for_nobody() -> None:
+    async with both() as made:
+        assert not made.transport.calls
+        await read(made.exchange, request_of(1, 5))
+        await asyncio.sleep(0.1)
+        count = len(made.transport.calls)
+        await asyncio.sleep(0.1)
+        assert len(made.transport.calls) == count
+        assert made.verifier.released == ["r1"]
+        assert made.exchange.followed == 0
+
+
+# ---- what goes wrong
+
+
+async def test_a_dead_verifier_is_said_to_every_request() -> None:
+    heard = list[Any]()
+
+    async def dead(up: Up) -> Down:
+        await asyncio.sleep(0.01)
+        raise ConnectionResetError("gone")
+
+    exchange = Exchange("replica", dead, lambda: LONG_S)
+    for name in ("a", "b"):
+        exchange.follow(window_of(name), heard.append)
+    await asyncio.sleep(0.1)
+    assert [type(h) for h in heard] == [VerifierUnavailable] * 2
+    assert "ConnectionResetError: gone" in str(heard[0])
+    with pytest.raises(VerifierUnavailable, match="gone"):
+        exchange.follow(window_of("c"), heard.append)
+
+
+async def test_a_verifier_that_no_call_reaches_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llm42_serve.replica.exchange.AGAIN_S", (0.01, 0.01))
+    heard, calls = list[Any](), 0
+
+    async def lost(up: Up) -> Down:
+        nonlocal calls
+        calls += 1
+        raise CallLost("nowhere")
+
+    exchange = Exchange("replica", lost, lambda: LONG_S)
+    exchange.follow(window_of("a"), heard.append)
+    await asyncio.sleep(0.2)
+    assert calls == 3
+    assert len(heard) == 1 and isinstance(heard[0], VerifierUnavailable)
+
+
+async def test_a_verifier_that_does_not_know_a_request_says_so() -> None:
+    async with both() as made:
+        heard: asyncio.Queue[Any] = asyncio.Queue()
+        made.exchange.follow(window_of("a", credit=1, max_len=90), heard.put_nowait)
+        await asyncio.wait_for(heard.get(), 5.0)
+        made.verifier.release("a")
+        made.exchange.renew("a", 50)
+        while not isinstance(answer := await asyncio.wait_for(heard.get(), 5.0), Failure):
+            pass
+        assert (answer.request_id, answer.code) == ("a", SEND_IN_FULL)
+
+
+class Full:
+    """Refuses every window."""
+
+    def follow(self, window: Window, sink: Any) -> None:
+        raise Overloaded("planted")
+
+    def renew(self, *_: Any) -> None: ...
+
+    def release(self, *_: Any) -> None: ...
+
+
+async def test_a_refusal_is_its_windows_alone() -> None:
+    transport = Transport(Outboxes(Full()).exchange, Random(0))  # type: ignore[arg-type]
+    exchange, heard = Exchange("replica", transport, lambda: LONG_S), list[Any]()
+    exchange.follow(window_of("a"), heard.append)
+    await asyncio.sleep(0.05)
+    assert [type(h) for h in heard] == [Overloaded]
+    assert exchange.dead is None
+    exchange.close()
+
+
+async def test_what_is_released_hears_nothing_more() -> None:
+    async with both(interval_s=0.001) as made:
+        heard = list[Any]()
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), heard.append)
+        await asyncio.sleep(0.05)
+        made.exchange.release("a")
+        count = len(heard)
+        assert count
+        await asyncio.sleep(0.05)
+        assert len(heard) == count
+        assert made.verifier.released == ["a"]
+
+
+# ---- the outbox alone
+
+
+def window_of(name: str, credit: int = 0, max_len: int = 60) -> Window:
+    return Window(name, (3, 1), 2, (), SamplingParams(), credit=credit, stop_token_ids=(), max_len=max_len)
+
+
+def commit(name: str, base: int) -> Commit:
+    from tests.protocol.session_model import canonical, logprob
+
+    tokens = [3, 1]
+    while len(tokens) <= base:
+        tokens.append(canonical(tokens))
+    return Commit(name, base, 0, tokens[base], (logprob(tokens[:base], tokens[base]),), "fp")
+
+
+def bases(down: Down) -> list[tuple[str, int, int]]:
+    """Of each commit, its request and what it reaches from and to."""
+    return [(c.request_id, c.base, c.end) for c in unpack(down.commits)] if down.commits else []
+
+
+async def ask(box: Outbox, number: int, acknowledged: int = 0, beside: int = 0) -> asyncio.Task[Down]:
+    task = asyncio.create_task(box.take(Up("r", number, beside, acknowledged, LONG_S)))
+    await asyncio.sleep(0.01)
+    return task
+
+
+async def test_one_commit_per_request_and_answer() -> None:
+    box = Outbox()
+    for name, base in (("a", 2), ("b", 2), ("a", 3), ("a", 4)):
+        box.put(name, commit(name, base), urgent=name == "b")
+    down = await (await ask(box, 1))
+    assert bases(down) == [("a", 2, 5), ("b", 2, 3)]
+    assert (down.after, down.number) == (0, 1)
+
+
+async def test_the_open_call_is_answered_when_the_next_one_comes() -> None:
+    box = Outbox()
+    first = await ask(box, 1)
+    box.put("a", commit("a", 2), urgent=False)
+    await asyncio.sleep(0.02)
+    assert not first.done(), "a token waits for others"
+    second = await ask(box, 2, beside=1)
+    assert first.done() and not second.done()
+    assert bases(first.result()) == [("a", 2, 3)]
+    box.put("a", commit("a", 3), urgent=True)
+    third = await second
+    assert (third.after, third.number, bases(third)) == (1, 2, [("a", 3, 4)]), "the first may be on its way"
+
+
+async def test_what_was_lost_comes_again_and_what_arrived_does_not() -> None:
+    box = Outbox()
+    box.put("a", commit("a", 2), urgent=True)
+    await (await ask(box, 1))
+    box.put("a", commit("a", 3), urgent=True)
+    await (await ask(box, 2, acknowledged=1))
+    box.put("a", commit("a", 4), urgent=False)
+    again = await (await ask(box, 3, acknowledged=1))
+    assert (again.after, again.number, bases(again)) == (1, 3, [("a", 3, 5)])
+    quiet = await ask(box, 4, acknowledged=3)
+    assert not quiet.done()
+    quiet.cancel()
+
+
+async def test_a_call_that_was_cancelled_takes_nothing_along() -> None:
+    box = Outbox()
+    (await ask(box, 1)).cancel()
+    await asyncio.sleep(0.01)
+    box.put("a", commit("a", 2), urgent=True)
+    assert bases(await (await ask(box, 2))) == [("a", 2, 3)]
+
+
+async def test_failures_keep_their_place() -> None:
+    box, failure = Outbox(), Failure("a", SEND_IN_FULL, "planted")
+    box.put("a", commit("a", 2), urgent=True)
+    box.put("a", failure, urgent=True)
+    box.put("a", commit("a", 3), urgent=True)
+    down = await (await ask(box, 1))
+    assert down.failures == ((1, "a", failure),)
+    heard, exchange = list[Any](), Exchange("replica", lambda _: asyncio.sleep(9), lambda: 0.0)  # type: ignore[arg-type,return-value]
+    exchange.follow(window_of("a"), heard.append)
+    exchange._take(down)
+    assert [h if isinstance(h, Failure) else h.base for h in heard] == [2, failure, 3]
+    exchange.close()
+
+
+async def test_what_cannot_be_packed_ends_its_requests() -> None:
+    box = Outbox()
+    box.put("a", replace(commit("a", 2), next_token=99), urgent=True)
+    down = await (await ask(box, 1))
+    assert [(name, type(f).__name__) for _, name, f in down.failures] == [("a", "VerificationFailed")]
+
+
+async def test_boxes_of_replicas_that_are_gone_are_dropped() -> None:
+    async with both() as made:
+        await read(made.exchange, request_of(1, 5))
+        made.boxes.forget_silent(0.0)
+        assert made.boxes._boxes, "its call lies open"
+        made.exchange.close()
+        await asyncio.sleep(0.01)
+        made.boxes.forget_silent(60.0)
+        assert made.boxes._boxes
+        made.boxes.forget_silent(0.0)
+        assert not made.boxes._boxes

@@ -1,0 +1,182 @@
+"""Both ends of the exchange in one event loop: a verifier whose tokens are a hash, a transport that loses,
+repeats and delays, and a reader that plays a request's session."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from llm42.config import SessionSettings
+from llm42.protocol import Commit, Failure, Request, RequestStats, Window
+from llm42.session.actions import Emit, Renew
+from llm42.session.interfaces import Sink
+from llm42.session.machine import Session
+from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.wire import Answer, Down, Up
+from tests.protocol.session_model import END, canonical, logprob, prompt_of
+
+CREDIT = SessionSettings(mode="direct", credit=8)
+INTERVAL_S = 0.01
+
+
+@dataclass
+class Decoded:
+    """One request of the stepping verifier."""
+
+    window: Window
+    sink: Sink
+    tokens: list[int]
+    until: int
+
+    @property
+    def over(self) -> bool:
+        ended = len(self.tokens) > len(self.window.tokens) and self.tokens[-1] in self.window.stop_token_ids
+        return ended or len(self.tokens) >= self.window.max_len
+
+
+class Stepper:
+    """Decodes a token of every request in each step, on a thread of its own."""
+
+    def __init__(self, step_s: float = 0.001) -> None:
+        self.step_s, self.lock, self.ended = step_s, threading.Lock(), threading.Event()
+        self.requests: dict[str, Decoded] = {}
+        self.released: list[str] = []
+        self.thread = threading.Thread(target=self._loop, daemon=True)
+        self.thread.start()
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        until = len(window.tokens) + 1 + window.credit
+        with self.lock:
+            self.requests[window.request_id] = Decoded(window, sink, list(window.tokens), until)
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
+        with self.lock:
+            one = self.requests.get(request_id)
+            if one is not None:
+                one.until = max(one.until, until)
+        told(one is not None)
+
+    def release(self, request_id: str) -> None:
+        with self.lock:
+            self.released.append(request_id)
+            self.requests.pop(request_id, None)
+
+    def close(self) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _loop(self) -> None:
+        while not self.ended.wait(self.step_s):
+            with self.lock:
+                for name, one in self.requests.items():
+                    if not one.over and len(one.tokens) < one.until:
+                        base, token = len(one.tokens), canonical(one.tokens)
+                        told = (logprob(one.tokens, token),)
+                        one.tokens.append(token)
+                        one.sink(Commit(name, base, 0, token, told, "fp"))
+
+
+@dataclass
+class Transport:
+    """Calls of an exchange; `fates` are drawn from: good, unsent, lost, twice, slow."""
+
+    serve: Callable[[Up], asyncio.Future[Down]]
+    rng: Random
+    fates: tuple[str, ...] = ("good",)
+    calls: list[Up] = field(default_factory=list)
+    under_way: int = 0
+    most: int = 0
+    others: list[asyncio.Task[Down]] = field(default_factory=list)
+
+    async def __call__(self, up: Up) -> Down:
+        self.calls.append(up)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            return await self._carry(up, self.rng.choice(self.fates))
+        finally:
+            self.under_way -= 1
+
+    async def _carry(self, up: Up, fate: str) -> Down:
+        if fate == "unsent":
+            raise CallLost("planted")
+        if fate == "twice":
+            self.others.append(asyncio.ensure_future(self.serve(up)))
+            await asyncio.sleep(0)
+        answer = await self.serve(up)
+        if fate == "lost":
+            raise CallLost("planted")
+        if fate == "slow":
+            await asyncio.sleep(self.rng.random() * 0.02)
+        return answer
+
+
+def request_of(number: int, max_tokens: int = 60) -> Request:
+    return Request(f"r{number}", prompt_of(number), max_tokens, deterministic=True, stop_token_ids=(END,))
+
+
+@dataclass
+class Read:
+    """What a reader got."""
+
+    tokens: list[int]
+    stats: RequestStats
+    failures: list[Answer]
+    silences: int = 0
+
+
+async def read(exchange: Exchange, request: Request, patience_s: float = 3.0) -> Read:
+    """Plays the request's session until its output ends."""
+    session, answers = Session(request, CREDIT, 0.0), asyncio.Queue[Answer]()
+    found = Read([], session.stats, [])
+    while not session.done:
+        if (window := session.due(0.0)) is not None:
+            exchange.follow(window, answers.put_nowait)
+        try:
+            answer = await asyncio.wait_for(answers.get(), patience_s)
+        except TimeoutError:
+            found.silences += 1
+            session.lost()
+            continue
+        if not isinstance(answer, Commit):
+            found.failures.append(answer)
+            session.lost()
+            if not isinstance(answer, Failure):
+                break
+            continue
+        for action in session.commit(answer, 0.0):
+            if isinstance(action, Emit):
+                found.tokens += action.tokens
+            elif isinstance(action, Renew):
+                exchange.renew(request.request_id, action.until)
+    exchange.release(request.request_id)
+    return found
+
+
+@dataclass
+class Both:
+    """A verifier and a replica. Leave it by `close`."""
+
+    seed: int = 0
+    fates: tuple[str, ...] = ("good",)
+    interval_s: float = INTERVAL_S
+    step_s: float = 0.001
+    kind: type[Exchange] = Exchange
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.verifier = Stepper(self.step_s)
+        self.boxes = Outboxes(self.verifier)
+        self.transport = Transport(self.boxes.exchange, Random(self.seed), self.fates)  # type: ignore[arg-type]
+        self.exchange = self.kind("replica", self.transport, lambda: self.interval_s)
+
+    async def close(self) -> None:
+        self.exchange.close()
+        for task in self.transport.others:
+            task.cancel()
+        await asyncio.to_thread(self.verifier.close)
