@@ -35,7 +35,7 @@ def build(args: dict[str, Any]) -> Application:
     Verifiers are not Serve deployments: fast-path replicas create them as named actors (verifier_pool.py).
     """
     settings = Settings.load(args)
-    # how many replicas there are is not the replicas' business: scaling must not restart them
+    # how many there are is not the replicas' business: scaling must not restart them
     counts = dict.fromkeys(("ingress_replicas", "fastpath_replicas", "max_fastpath_replicas"), 1)
     server = settings.server.model_copy(update=counts)
     tree = settings.model_copy(update={"server": server}).model_dump(mode="json")
@@ -43,9 +43,10 @@ def build(args: dict[str, Any]) -> Application:
     options = FAST_PATH_OPTIONS | drain | _replicas(settings) | _placement(settings)
     fastpath = serve.deployment(FastPath, name="FastPath", **options)
     entry = serve.ingress()(Ingress)
+    everything = settings.model_dump(mode="json")  # a key's share is one of all places
     replicas = settings.server.ingress_replicas
     ingress = serve.deployment(entry, name="Ingress", num_replicas=replicas, **INGRESS_OPTIONS, **drain)
-    app: Application = ingress.bind(tree, fastpath.bind(tree))
+    app: Application = ingress.bind(everything, fastpath.bind(tree))
     return app
 
 

@@ -67,10 +67,10 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """Without what does not apply."""
         body = asdict(self)
-        absent = [
-            name for name, value in body.items() if value is None or value is False or value in ("", {})
-        ]
-        return {name: value for name, value in body.items() if name not in absent}
+        always = ("line", "choice", "id", "verdict")
+        return {
+            k: v for k, v in body.items() if k in always or not (v is None or v is False or v in ("", {}))
+        }
 
 
 def windows_of(request: Request, output: Sequence[int], longest: int) -> list[Window]:

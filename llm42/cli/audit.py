@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from llm42.api.audit_routes import request_maker
 from llm42.audit.compare import Finding, Verdict, summary
 from llm42.audit.file import AuditFileError, Records, read_records
 from llm42.audit.records import manifest_of
 from llm42.audit.remote import RemoteAudit
-from llm42.audit.replayer import Replayer, windows_per_call
 from llm42.cli.progress import progress_bar
 from llm42.config import Settings
-from llm42.local.assembly import Local
 from llm42.receipt import InvalidReceipt, Keyring, Signature
+
+if TYPE_CHECKING:
+    from llm42.local.assembly import Local
 
 out = Console()
 SHOWN = 20
@@ -58,6 +58,8 @@ def run_audit(
             began = time.monotonic()
             where.audit(records, found)
         else:
+            from llm42.local.assembly import Local  # PyTorch, which a server's client does without
+
             keyring, again = Keyring.load(where.audit), any(c.output is None for c in records.claims)
             with Local(where, engine=again, progress=step) as local:
                 began = time.monotonic()
@@ -71,6 +73,9 @@ def run_audit(
 async def _replayed(
     local: Local, keyring: Keyring, records: Records, found: Callable[[Finding], None]
 ) -> None:
+    from llm42.api.audit_routes import request_maker
+    from llm42.audit.replayer import Replayer, windows_per_call
+
     settings, make = local.settings, request_maker(local.settings, local.tokenizer)
     most = windows_per_call(settings.verifier.max_waiting, settings.audit.concurrency)
     parts = (settings.audit, keyring, local.tokenizer, make, records.manifests, most)

@@ -46,6 +46,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/api/text_routes.py": "ids of texts and texts of ids; no generated output",
     "llm42_serve/app.py": _STARTS,
     "llm42_serve/launch.py": _STARTS,
+    "llm42_serve/placement.py": "which replica or verifier answers, which may be any",
     "llm42_serve/preflight.py": _STARTS,
     "llm42_serve/ray_*.py": _STARTS,
     "llm42_serve/ingress/proxy_replies.py": "what is said where the application is not there",

@@ -88,8 +88,9 @@ class Local:
             if verifier:
                 assert model is not None
                 self.certificate, client = _certified(settings, model, self.tokenizer, progress)
-                self.verifier, changed = client.start(), operators(self.certificate)
+                self.verifier = client.start()
                 started.callback(client.close)
+                changed = operators(self.certificate)
             if engine:
                 self.engine = _engine(settings, model, changed, progress)
                 started.callback(self.engine.close)

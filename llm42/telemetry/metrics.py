@@ -92,6 +92,7 @@ MODES = ("deterministic", "best_effort")
 CODES = (
     "overloaded",
     "verifier_unavailable",
+    "version_skew",
     "service_unavailable",
     "verification_failed",
     "non_finite_logits",
@@ -106,6 +107,7 @@ CODES = (
     "invalid_json",
     "model_not_found",
     "body_too_large",
+    "body_too_complex",
     "body_timeout",
     "internal_error",
     OTHER,

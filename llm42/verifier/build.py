@@ -62,9 +62,9 @@ def certify(
     settings: Settings, model: LoadedModel, plants: Iterable[str], progress: Progress = lambda _: None
 ) -> Certificate:
     """A fresh certificate, not kept, by the certifier of the model's device. Raises CertificationFailed,
-    CublasEnvironmentError; ValueError for a plant that the device has not."""
-    certifier, model = _certifier(model.device), with_affinity(settings, model)
-    return certifier(model, settings.verifier, plants, progress).run()
+    CublasEnvironmentError, UnsteadyKernels; ValueError for a plant that the device has not."""
+    settings, model = _as_run(settings, model)
+    return _certifier(model.device)(model, settings.verifier, plants, progress).run()
 
 
 def plants_of(device: str) -> tuple[str, ...]:

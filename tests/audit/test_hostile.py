@@ -16,6 +16,7 @@ import llm42.cli.audit as audit_command
 import llm42.cli.main as cli
 from llm42.audit.compare import Finding, Verdict
 from llm42.audit.records import claims_of
+from llm42.audit.remote import FINDING
 from llm42.audit.replayer import Replayer
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
@@ -156,6 +157,12 @@ def test_a_finding_is_one_line_that_any_terminal_takes(monkeypatch: pytest.Monke
     assert all(c.isprintable() for c in shown.replace("\n    ", ""))
     assert shown.count("\n") == 1
     assert "line 3, \\xe9\\ud800\\nline 9: confirmed: failed: \\x1b[2J\\r" in shown
+
+
+def test_a_finding_of_a_record_without_a_name_can_be_read_again() -> None:
+    """Else one such record would spoil the findings of a whole call."""
+    nameless = Finding(0, 0, "", Verdict.CONFIRMED, "", Signature.UNSIGNED)
+    assert FINDING.validate_python(nameless.to_json()) == nameless
 
 
 async def test_no_verifier_is_no_records_fault(lab: Lab, settings: Settings) -> None:

@@ -102,6 +102,14 @@ def _deployments(app: Any) -> list[Any]:
     return [bound, *(d for a in bound.init_args if hasattr(a, "_bound_deployment") for d in _deployments(a))]
 
 
+def test_how_many_there_are_reaches_the_ingress_and_not_the_replicas() -> None:
+    """A key's share and an audit's calls are parts of the whole; scaling must not restart a replica."""
+    counts = {"ingress_replicas": 2, "fastpath_replicas": 4, "max_fastpath_replicas": 6}
+    ingress, fastpath = _deployments(build({"server": counts}))
+    assert {name: ingress.init_args[0]["server"][name] for name in counts} == counts
+    assert fastpath.init_args == _deployments(build({}))[1].init_args
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

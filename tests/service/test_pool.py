@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +14,12 @@ import pytest
 
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
+from llm42.fingerprint.source import folder_of
 from llm42.telemetry.metrics import Metrics
 from llm42_serve.placement import PREFIX_TOKENS
 from llm42_serve.replica import verifier_pool
 from llm42_serve.replica.verifier_pool import VerifierPool
+from llm42_serve.verifiers import names
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
@@ -30,6 +35,28 @@ def test_names_follow_the_settings_that_matter() -> None:
     assert not {*names({})} & {*names({"verifier": {"threads": 2}})}
     assert not {*names({})} & {*names({}, "b")}, "other model files"
     assert len({*names({})}) == 3
+
+
+@pytest.mark.parametrize(
+    "file", ["llm42/fingerprint/request.py", "llm42_serve/verifiers/watch.py", "llm42_kernels/cpu.py"]
+)
+def test_names_follow_all_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str) -> None:
+    """Also that which makes no output: an old actor must not speak for a new release."""
+    package, _, inside = file.partition("/")
+    other = tmp_path / package
+    shutil.copytree(folder_of(package), other, ignore=shutil.ignore_patterns("__pycache__"))
+    before = _names(monkeypatch, lambda name: other if name == package else folder_of(name))
+    with (other / inside).open("a") as changed:
+        changed.write("ANOTHER = 1\n")
+    assert not before & _names(monkeypatch, lambda name: other if name == package else folder_of(name))
+
+
+def _names(monkeypatch: pytest.MonkeyPatch, folder: Callable[[str], Path]) -> set[str]:
+    monkeypatch.setattr(names, "folder_of", folder)
+    names._code.cache_clear()
+    found = {*verifier_names(Settings(), "a", 1)}
+    names._code.cache_clear()
+    return found
 
 
 @pytest.mark.parametrize("states", [(), (("starting", None),), (("failed", None),)])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 
+import llm42
 from llm42.telemetry.metrics import (
     CATALOGUE,
+    CODES,
     COMMON,
     REQUESTS,
     VERIFY_SECONDS,
@@ -58,6 +61,18 @@ def test_an_incomplete_definition_is_noticed() -> None:
     labels = (Label("prompt"),)
     wrong = Metric("llm42_x_total", Kind.COUNTER, Scope.REPLICA, "", "", labels, (2.0, 1.0))
     assert len(problems(wrong)) == 4
+
+
+STARTS = {"unsupported_model", "model_file_error", "launch_failed", "certification_failed"}
+"""Codes of what ends a command or a start: no client has a reply with them."""
+
+
+def test_every_code_that_a_client_may_see_is_counted_by_its_name() -> None:
+    root, codes = Path(llm42.__file__).parent, set[str]()
+    for file in (root / "errors.py", *(root / "api").glob("*.py"), *(root / "engine").rglob("*.py")):
+        codes |= set(re.findall(r'code(?:: str)?(?:, status)? ?= ?"([a-z_]+)"', file.read_text()))
+    assert len(codes) > 8
+    assert codes - STARTS - {*CODES} == set()
 
 
 def test_a_sink_counts() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from llm42 import config
 from llm42.config import Settings
 from llm42.fingerprint.request import process_facts
-from llm42.fingerprint.source import source_hash
+from llm42.fingerprint.source import PACKAGES, folder_of, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.verifiers.actor import VerifierActor
 
@@ -34,13 +34,18 @@ def pool_digest(settings: Settings, model_identity: str) -> str:
     """Other settings of model, verifier or watch, other model files, other code or libraries give other
     names, hence new actors: a new release never meets the verifiers of an old one."""
     sections = (settings.model, settings.verifier, settings.watch)
-    code = source_hash([Path(__file__).parents[1], Path(config.__file__).parent])
     template = Path(settings.model.chat_template or "")  # beside the model, so no part of its identity
     own = hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None
     key = json.dumps(
-        [code, process_facts(), own, model_identity, *(s.model_dump(mode="json") for s in sections)]
+        [_code(), process_facts(), own, model_identity, *(s.model_dump(mode="json") for s in sections)]
     )
     return hashlib.sha256(key.encode()).hexdigest()[:10]
+
+
+@cache
+def _code() -> str:
+    """Of everything that an actor runs, also of what makes no output: what is said of one may change too."""
+    return source_hash(map(folder_of, PACKAGES))
 
 
 def verifier_names(settings: Settings, model_identity: str, count: int) -> list[str]:
