@@ -78,6 +78,8 @@ class Down:
     commits: Packed | None = None
     failures: tuple[tuple[int, str, Failure | LLM42Error], ...] = ()
     """How many commits stand before it, the request, and what is the matter."""
+    box: str = ""
+    """Of which outbox the numbers are: another one knows nothing of what was asked before."""
 
 
 def pack(commits: Sequence[Commit]) -> Packed:

@@ -93,8 +93,8 @@ class SaysOnce(Exchange):
 
 async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outboxes, "Outbox", GivesOnce)
-    noticed, _ = await played(4, 0.2, fates=("good", "good", "lost"))
-    assert any("window" in n for n in noticed)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(played(2, 0.1, fates=("good", "lost")), 2.0)
 
 
 async def test_control_answers_out_of_order() -> None:
@@ -207,6 +207,20 @@ async def test_a_verifier_that_does_not_know_a_request_says_so() -> None:
         while not isinstance(answer := await asyncio.wait_for(heard.get(), 5.0), Failure):
             pass
         assert (answer.request_id, answer.code) == ("a", SEND_IN_FULL)
+
+
+async def test_a_verifier_that_has_started_anew_is_another_one() -> None:
+    """Its numbers begin anew, and it knows nothing of what was asked before."""
+    async with both(interval_s=0.001) as made:
+        heard = list[Any]()
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), heard.append)
+        await asyncio.sleep(0.05)
+        assert heard
+        made.boxes._boxes.clear()
+        made.exchange.follow(window_of("b", credit=5), heard.append)
+        await asyncio.sleep(0.1)
+        assert "started anew" in str(made.exchange.dead)
+        assert sum(isinstance(h, VerifierUnavailable) for h in heard) == 2
 
 
 class Full:

@@ -45,6 +45,7 @@ class Exchange:
         self._early: dict[int, Down] = {}
         """Answers that follow one which has not come yet, by what they follow."""
         self._number = self._arrived = self._lost = 0
+        self._box = ""
         self._pause: asyncio.TimerHandle | None = None
         self.dead: LLM42Error | None = None
 
@@ -56,7 +57,7 @@ class Exchange:
     def follow(self, window: Window, sink: Sink) -> None:
         """As VerifierClient.follow. Raises VerifierUnavailable when the verifier is gone."""
         if self.dead is not None:
-            raise self.dead
+            raise VerifierUnavailable(str(self.dead))
         name = window.request_id
         self._sinks[name], self._windows[name] = sink, window
         self._renewals.pop(name, None)  # of a window before
@@ -149,7 +150,8 @@ class Exchange:
         """Tells everybody who listens that the verifier is gone."""
         if self.dead is not None:
             return
-        self.dead = VerifierUnavailable(f"{type(error).__name__}: {error}")
+        text = str(error) if isinstance(error, LLM42Error) else f"{type(error).__name__}: {error}"
+        self.dead = VerifierUnavailable(text)
         sinks, self._sinks = self._sinks, {}
         for task in self._calls.values():
             task.cancel()
@@ -160,6 +162,10 @@ class Exchange:
 
     def _take(self, down: Down) -> None:
         """Hands on what has come, in order: an answer that came early waits for the one it follows."""
+        if self._box not in ("", down.box):
+            self._die(VerifierUnavailable("the verifier has started anew"))
+            return
+        self._box = down.box
         held = self._early.get(down.after)
         if down.number > max(down.after, self._arrived) and (held is None or held.number < down.number):
             self._early[down.after] = down

@@ -11,13 +11,14 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.protocol import Commit, Failure, Window
 from llm42_serve.verifiers.actor import VerifierStatus
 
@@ -29,6 +30,8 @@ AT_ONCE = 8
 """Calls under way: more than a window needs that waits for a step, or for the one after it."""
 TOGETHER = 32
 """Windows in a call, at most: all of them wait for the slowest."""
+AVOID_S = 5.0
+"""How long a verifier whose call failed is only a last resort."""
 
 
 class WindowBatches:
@@ -92,6 +95,7 @@ class Member:
     handle: Any = None
     status: VerifierStatus | None = None
     in_flight: int = 0
+    """Windows that it was sent, and requests that it decodes by itself."""
     avoid_until: float = 0.0
     """A verify call failed a moment ago: others are chosen first."""
     failed_at: float = -math.inf
@@ -111,6 +115,24 @@ class Member:
         if self._batches is None or self._batches[0] is not handle:
             self._batches = handle, WindowBatches(lambda windows: handle.verify.remote(windows, False))
         return self._batches[1]
+
+
+@contextmanager
+def errors_of(member: Member) -> Iterator[None]:
+    """Ray's errors of a call to the member's actor as ours; that it is dead is remembered of the member."""
+    actor_id = member.actor_id
+    try:
+        yield
+    except RayActorError as error:
+        if member.actor_id == actor_id:  # else its successor is there already
+            member.status, member.failed_at = None, time.monotonic()
+        raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, LLM42Error):
+            raise error.cause from error
+        raise
+    except RayError as error:  # the cluster's trouble, not the window's
+        raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
 
 
 def _of_all(error: Exception) -> bool:

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
-from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
+from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Window
+from llm42.session.interfaces import Sink
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
-from llm42_serve.replica.member import Answer, Member
+from llm42_serve.replica.following import Following
+from llm42_serve.replica.member import AVOID_S, Answer, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.names import get_actor
@@ -33,8 +35,6 @@ WATCH_S = 0.5
 LOOK_S = 1.0
 MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
-AVOID_S = 5.0
-"""How long a verifier whose call failed is only a last resort."""
 
 
 class VerifierPool:
@@ -56,6 +56,7 @@ class VerifierPool:
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         log_values = settings.telemetry.log_prompts
+        self._following = Following(self, settings.session.commit_interval_s, observe)
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
 
     def start(self) -> None:
@@ -67,6 +68,7 @@ class VerifierPool:
         """Stops watching; the actors live on until their leases end."""
         if self._watcher is not None:
             self._watcher.cancel()
+        self._following.close()
         self._auditor.close()
 
     @property
@@ -113,7 +115,7 @@ class VerifierPool:
         the wait (session.verify_timeout_s).
         """
         entered = time.monotonic()
-        member = await self._ready_member(windows[0])
+        member = await self.ready_member(windows[0])
         # what the verifier has not seen yet may be long, and others would wait for it: it goes by itself
         first = windows[0]
         joined = not cold and len(windows) == 1 and self._asked.get(first.request_id) == member.name
@@ -142,10 +144,11 @@ class VerifierPool:
         member.in_flight += len(windows)
         try:
             answers: list[Answer]
-            if joined:
-                answers = [await member.batches.ask(windows[0])]
-            else:
-                answers = await member.handle.verify.remote(list(windows), cold)
+            with errors_of(member):
+                if joined:
+                    answers = [await member.batches.ask(windows[0])]
+                else:
+                    answers = await member.handle.verify.remote(list(windows), cold)
             answered = True
             return answers
         except asyncio.CancelledError:
@@ -154,24 +157,27 @@ class VerifierPool:
             now, limit_s = time.monotonic(), self._settings.session.verify_timeout_s
             answered = now - entered < limit_s - 1.0 or now - began < limit_s / 2
             raise
-        except RayActorError as error:
-            if member.actor_id == actor_id:  # else its successor is there already
-                member.status, member.failed_at = None, time.monotonic()
-            raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, LLM42Error):
-                raise error.cause from error
-            raise
-        except RayError as error:  # the cluster's trouble, not the window's
-            raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
         finally:
             member.in_flight -= len(windows)
             if not answered and member.actor_id == actor_id:
                 member.avoid_until = time.monotonic() + AVOID_S
 
+    def follow(self, window: Window, sink: Sink) -> None:
+        """As llm42/session/interfaces.py has it: one try, which waits for a verifier to be ready."""
+        self._following.follow(window, sink)
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
+        """As llm42/session/interfaces.py has it. `told` is not called: the verifier answers the sink."""
+        self._following.renew(request_id, until)
+
+    def note(self, request_id: str, member: Member) -> None:
+        """Remembers whom a request was sent to."""
+        self._asked[request_id] = member.name
+
     def release(self, request_id: str) -> None:
         """Tells the verifiers that a request is over; nothing waits for it."""
         self._asked.pop(request_id, None)
+        self._following.release(request_id)
         for member in self.ready:
             member.handle.release.remote(request_id)
 
@@ -198,7 +204,8 @@ class VerifierPool:
         member.status = None
         await self._supervisor.condemn(member.name, member.actor_id, reason)
 
-    async def _ready_member(self, window: Window) -> Member:
+    async def ready_member(self, window: Window) -> Member:
+        """The one to ask, as soon as one is ready. Raises VerifierUnavailable when all have failed."""
         while (member := self._choose(window)) is None:
             if self._all_failed:
                 raise VerifierUnavailable(self.explain())

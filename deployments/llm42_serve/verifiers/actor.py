@@ -23,6 +23,8 @@ from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
 from llm42.verifier.scheduler import Verifier
 from llm42_serve.ray_metrics import actor_metrics
+from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.wire import Down, Up
 
 log = logging.getLogger(__name__)
 STALLED_S = 120.0
@@ -82,6 +84,7 @@ class VerifierActor:
         self._lease_s = lease_s or self._settings.watch.lease_s
         self._model_identity = model_identity
         self._verifier: Verifier | None = None
+        self._boxes: Outboxes | None = None
         self._failure, self._doing = "", "loading the model"
         self._renewed = time.monotonic()
         configure(self._settings.telemetry, "verifier")
@@ -155,6 +158,8 @@ class VerifierActor:
         if lost := _lost(self._verifier):
             return VerifierStatus("failed", None, lost, os.getpid())
         self._verifier.forget_idle(self._settings.verifier.idle_s)
+        if self._boxes is not None:
+            self._boxes.forget_silent(self._settings.verifier.idle_s)
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
         facts = self._verifier.manifest.get("request")
@@ -164,6 +169,13 @@ class VerifierActor:
         """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises
         VerifierUnavailable or Overloaded."""
         return await self._ready().verify(windows, cold)
+
+    async def exchange(self, up: Up) -> Down:
+        """A replica's call about requests that are decoded here; answered when something is due. Raises
+        VerifierUnavailable."""
+        if self._boxes is None:
+            self._boxes = Outboxes(self._ready())
+        return await self._boxes.exchange(up)
 
     async def self_test(self) -> bool:
         """Whether the known answers that the fingerprint names are still what is computed."""

@@ -12,9 +12,10 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -52,7 +53,7 @@ class Outbox:
     """One per replica. Made and read in an event loop; `sink` is for the step thread, or any other."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._name = asyncio.get_running_loop(), uuid.uuid4().hex
         self._lock = threading.Lock()
         self._waiting: _Waiting = {}
         self._since = 0.0
@@ -137,7 +138,7 @@ class Outbox:
             self._urgent = self._told = False
         after = self._given[-1].number if self._given else self._acknowledged
         if not waiting:
-            future.set_result(Down(after, after))
+            future.set_result(Down(after, after, box=self._name))
             return
         self._number += 1
         self._given.append(_Given(self._number, up.number, waiting))
@@ -147,7 +148,7 @@ class Outbox:
             log.exception("what waits for a replica cannot be packed")
             broken = VerificationFailed(f"{type(error).__name__}: {error}")
             down = Down(self._number, after, None, tuple((0, name, broken) for name in waiting))
-        future.set_result(down)
+        future.set_result(replace(down, box=self._name))
 
     def _acknowledge(self, up: Up) -> None:
         """Lets go of what has arrived; from the first lost answer on, all wait again: they are in order."""

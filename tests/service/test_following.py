@@ -1,0 +1,169 @@
+"""Requests that verifiers of a pool decode: each has one place, and finds another when that is gone or
+silent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from llm42.errors import VerifierUnavailable
+from llm42.protocol import Window
+from llm42.session.interfaces import Sink
+from llm42_serve.replica.verifier_pool import VerifierPool
+from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.wire import Down, Up
+from tests.protocol.session_model import oracle, prompt_of
+from tests.service.pools import pool_of
+from tests.service.wires import Read, Stepper, read, request_of
+
+
+class Actor:
+    """A verifier's handle: it may die, hang, or be out of reach for some calls."""
+
+    def __init__(self) -> None:
+        self.verifier = Stepper()
+        self.boxes = Outboxes(self.verifier)
+        self.exchange = self.release = self
+        self.dead, self.hung, self.unreachable, self.calls = asyncio.Event(), False, 0, 0
+
+    def remote(self, asked: Any) -> Any:
+        if isinstance(asked, str):  # a release
+            return None
+        return asyncio.ensure_future(self._exchange(asked))
+
+    async def _exchange(self, up: Up) -> Down:
+        self.calls += 1
+        if self.unreachable:
+            self.unreachable -= 1
+            raise ActorUnavailableError("planted", None)
+        if self.hung:
+            await asyncio.Event().wait()
+        answer, death = (
+            asyncio.ensure_future(self.boxes.exchange(up)),
+            asyncio.ensure_future(self.dead.wait()),
+        )
+        await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
+        death.cancel()
+        if self.dead.is_set():
+            answer.cancel()
+            raise ActorDiedError()
+        return answer.result()
+
+
+class ByPool:
+    """A pool as a reader asks it."""
+
+    def __init__(self, pool: VerifierPool) -> None:
+        self.pool = pool
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        self.pool.follow(window, sink)
+
+    def renew(self, request_id: str, until: int) -> None:
+        self.pool.renew(request_id, until, lambda _: None)
+
+    def release(self, request_id: str) -> None:
+        self.pool.release(request_id)
+
+
+@asynccontextmanager
+async def pool_with(*actors: Actor) -> AsyncIterator[VerifierPool]:
+    pool = pool_of(*[("ready", "fp")] * len(actors))
+    for member, actor in zip(pool.members, actors, strict=True):
+        member.handle = actor
+    try:
+        yield pool
+    finally:
+        pool.close()
+        for actor in actors:
+            await asyncio.to_thread(actor.verifier.close)
+
+
+async def all_of(pool: VerifierPool, count: int, patience_s: float = 5.0, errors: int = 3) -> list[Read]:
+    readers = (read(ByPool(pool), request_of(i), patience_s, errors) for i in range(count))
+    found = list(await asyncio.gather(*readers))
+    for i, each in enumerate(found):
+        assert each.tokens == oracle(60, prompt_of(i))[0]
+    assert [m.in_flight for m in pool.members] == [0] * len(pool.members)
+    assert not len(pool._following)
+    return found
+
+
+async def test_each_request_stays_where_it_began() -> None:
+    waits = list[float]()
+    async with pool_with(Actor(), Actor()) as pool:
+        pool._following._observe = waits.append
+        found = await all_of(pool, 12)
+        assert {f.stats.windows for f in found} == {1}
+        assert all(m.handle.calls for m in pool.members), "both have their share"
+        assert waits == [0.0] * 12, "admission hears of each once"
+
+
+async def test_when_a_verifier_dies_its_requests_go_on_at_the_other() -> None:
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        reading = asyncio.create_task(all_of(pool, 12))
+        while not first.verifier.requests or not second.verifier.requests:
+            await asyncio.sleep(0.001)
+        moved = len(first.verifier.requests)
+        first.dead.set()
+        found = await reading
+        assert sum(f.stats.windows > 1 for f in found) <= moved
+        assert any(f.stats.windows > 1 for f in found)
+        assert all(isinstance(x, VerifierUnavailable) for f in found for x in f.failures)
+        assert not pool.members[0].ready
+
+
+async def test_a_call_out_of_reach_is_made_again_and_nobody_notices() -> None:
+    actor = Actor()
+    actor.unreachable = 2
+    async with pool_with(actor) as pool:
+        found = await all_of(pool, 4)
+        assert {f.stats.windows for f in found} == {1}
+        assert not any(f.failures for f in found)
+
+
+async def test_who_has_waited_in_vain_goes_to_another() -> None:
+    first, second = Actor(), Actor()
+    first.hung = True
+    async with pool_with(first, second) as pool:
+        found = await all_of(pool, 8, patience_s=0.3)
+        assert any(f.silences for f in found)
+        assert {f.stats.windows for f in found} == {1, 2}
+
+
+async def test_control_a_lone_verifier_that_hangs_is_asked_in_vain() -> None:
+    actor = Actor()
+    actor.hung = True
+    async with pool_with(actor) as pool:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(all_of(pool, 1, patience_s=0.1), 0.5)
+
+
+async def test_without_a_verifier_it_waits_until_it_is_released() -> None:
+    actor, heard = Actor(), list[Any]()
+    async with pool_with(actor) as pool:
+        pool.members[0].status, status = None, pool.members[0].status
+        request = request_of(1)
+        window = Window("r1", request.prompt, 5, (), request.sampling, credit=5, max_len=20)
+        pool.follow(window, heard.append)
+        await asyncio.sleep(0.15)
+        pool.release("r1")
+        pool.members[0].status = status
+        await asyncio.sleep(0.15)
+        assert not heard and not actor.calls
+        assert not pool._following._starting
+
+
+async def test_with_many_streams_tokens_wait_longer() -> None:
+    async with pool_with(Actor()) as pool:
+        following = pool._following
+        assert following._interval_s() == 0.05
+        following._places.update(dict.fromkeys(map(str, range(500)), None))  # type: ignore[arg-type]
+        assert following._interval_s() == pytest.approx(0.2)
+        following._places.clear()
