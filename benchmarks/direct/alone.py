@@ -211,8 +211,8 @@ def figures(
 
 
 def runner_8b(sizes: tuple[int, ...], kv_tokens: int, max_len: int, small: str = "tma") -> Any:
-    """The 8B shape in bfloat16, as a verifier on a GPU has it. small: how attention of few rows loads keys and
-    values, "tma" as usual or "hopper"."""
+    """The 8B shape in bfloat16, as a verifier on a GPU has it. small: how attention of few rows loads keys
+    and values, "tma" as usual or "hopper"."""
     import torch
 
     from benchmarks.lib.random_model import LLAMA_8B, random_model

@@ -7,7 +7,7 @@ An 8B shape with random weights in bfloat16, each side in a process of its own (
 the same client loop. vLLM compiles and uses CUDA graphs; prefix caching is on in both.
 
 step_N: wall time between tokens of N requests at 1,024 tokens of context, prompts cached: (a generation of
-104 tokens - one of 8) / 96, from outside. load_A_B: output tokens/s, prompts of A tokens and outputs of B, all
+104 tokens - one of 8) / 96, from outside. load_A_B: output tokens/s, prompts of A tokens, outputs of B, all
 known at the start, at most 256 in flight; a request enters when another has ended; fresh prompts each round.
 `_sampled`: temperature 1, with seeds in ours, without in vLLM. Ours has credit 64, which the client renews
 when half is used.
