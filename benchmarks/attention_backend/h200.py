@@ -18,8 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.lib.report import Figure, arguments, report
+from benchmarks.lib.sides import Dead, Process
 
 NAME = "h200-attention-backend"
 HERE = "benchmarks.attention_backend"
@@ -43,62 +42,11 @@ GREEDY = [5, 17, 64, 65, 200, 513, 1500, 20_000]
 WITHIN = 1.03
 
 
-class Dead(Exception):
-    """A side does not answer any more."""
-
-
-class Process:
-    """One engine's process (side.py)."""
-
-    def __init__(self, kind: str, small: str, out: Path) -> None:
-        self.kind, self._rest = kind, b""
-        environment = os.environ | ENVIRONMENT
-        if kind == "ours":
-            environment["PYTHONPATH"] = f"{_plugin()}:{environment.get('PYTHONPATH', '')}"
-        reader, writer = os.pipe()
-        self._reader = reader
-        with (out / f"{kind}.log").open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", f"{HERE}.side", kind, small, str(writer)],
-                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, pass_fds=(writer,),
-                env=environment, start_new_session=True, text=True,
-            )  # fmt: skip
-        os.close(writer)
-
-    def answer(self, limit_s: float) -> dict[str, Any]:
-        """The next line. Raises Dead."""
-        end = time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            if self.process.poll() is not None and not select.select([self._reader], [], [], 0)[0]:
-                raise Dead(f"{self.kind} ended with {self.process.returncode}: see {self.kind}.log")
-            if time.monotonic() > end:
-                raise Dead(f"{self.kind} said nothing for {limit_s:.0f} s")
-            if select.select([self._reader], [], [], 0.5)[0]:
-                data = os.read(self._reader, 1 << 16)
-                if not data:
-                    raise Dead(f"{self.kind} ended: see {self.kind}.log")
-                self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        value: dict[str, Any] = json.loads(line)
-        if "error" in value:
-            raise Dead(f"{self.kind}: {value['error']}")
-        return value
-
-    def ask(self, limit_s: float, **order: Any) -> dict[str, Any]:
-        """Sends an order and waits. Raises Dead."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-        except OSError as error:
-            raise Dead(f"{self.kind} is gone: {error}") from error
-        return self.answer(limit_s)
-
-    def kill(self) -> None:
-        """Ends it and the engine's process."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def _process(kind: str, small: str, out: Path) -> Process:
+    environment = os.environ | ENVIRONMENT
+    if kind == "ours":
+        environment["PYTHONPATH"] = f"{_plugin()}:{environment.get('PYTHONPATH', '')}"
+    return Process(kind, f"{HERE}.side", [kind, small], environment, out)
 
 
 def _plugin() -> str:
@@ -163,7 +111,7 @@ class Bench:
 
     def start(self, kind: str, small: str) -> None:
         """An engine's process; `wait` waits until it is ready."""
-        self.sides[kind] = Process(kind, small, self.args.out)
+        self.sides[kind] = _process(kind, small, self.args.out)
 
     def wait(self) -> None:
         """Until the engines that were started are ready, or given up."""

@@ -8,18 +8,16 @@ Dummy weights in Llama 3 8B's shape; everything that is not the attention backen
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.attention_backend import weights
 from benchmarks.lib.random_model import LLAMA_8B
+from benchmarks.lib.sides import serve
 from llm42.engine.vllm.export import config_json
 
 CACHE_BYTES = 40 << 30
@@ -114,27 +112,7 @@ def _prompt(length: int, seed: int) -> dict[str, list[int]]:
 def main() -> None:
     """Answers until stdin ends."""
     kind, small, pipe = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    os.set_inheritable(pipe, False)
-    with os.fdopen(pipe, "w", buffering=1) as replies:
-
-        def reply(work: Callable[[], Any]) -> Any:
-            try:
-                value = work()
-            except Exception as error:
-                traceback.print_exc()
-                value = {"error": repr(error)[:1000]}
-            ready = value if isinstance(value, dict) else {"ready": True}
-            replies.write(json.dumps(ready) + "\n")
-            return value
-
-        side = reply(lambda: Side(kind, small))
-        if isinstance(side, dict):
-            raise SystemExit(1)
-        for line in sys.stdin:
-            order = json.loads(line)
-            name = order.pop("do")
-            reply(lambda name=name, order=order: getattr(side, name)(**order))
-    os._exit(0)  # vLLM's own end may take long
+    serve(lambda: Side(kind, small), pipe)
 
 
 if __name__ == "__main__":

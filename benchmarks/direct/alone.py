@@ -1,7 +1,7 @@
 """The verifier decoding by itself, in process: tokens a second, and where the time goes.
 
-    python3 -m benchmarks.direct --out DIR          one H200, an 8B shape with random weights
-    python3 -m benchmarks.direct --cpu --out DIR    a runner that only waits: the host's part alone
+    python3 -m benchmarks.direct.alone --out DIR          one H200, an 8B shape with random weights
+    python3 -m benchmarks.direct.alone --cpu --out DIR    a runner that only waits: the host's part alone
 
 Each cell: so many followers with random prompts of 256 tokens. When all have their first token they get
 credit for 64 more, renewed when half is used, and decode 128 in lockstep; what is timed begins there.
@@ -18,7 +18,7 @@ import json
 import statistics
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -210,18 +210,23 @@ def figures(
     }
 
 
-def gpu_runner() -> Timed:
-    """The 8B shape in bfloat16, as a verifier on a GPU has it."""
+def runner_8b(sizes: tuple[int, ...], kv_tokens: int, max_len: int, small: str = "tma") -> Any:
+    """The 8B shape in bfloat16, as a verifier on a GPU has it. small: how attention of few rows loads keys
+    and values, "tma" as usual or "hopper"."""
     import torch
 
     from benchmarks.lib.random_model import LLAMA_8B, random_model
     from llm42.cache import KVCache
-    from llm42.verifier.cuda.runner import CudaRunner
+    from llm42.verifier.cuda.runner import CudaRunner, attention_shape
+    from llm42_kernels.attention import Tile
     from llm42_kernels.cuda import cuda_operators
 
-    c, model = LLAMA_8B, random_model(LLAMA_8B)
-    kv = KVCache(c.num_layers, KV_TOKENS // BLOCK, BLOCK, c.num_kv_heads, c.head_dim, torch.bfloat16, "cuda")
-    return Timed(CudaRunner(model, cuda_operators(), kv, BUCKETS, 32768))
+    c, model = LLAMA_8B, random_model(LLAMA_8B, max_len=max_len)
+    kv = KVCache(c.num_layers, kv_tokens // BLOCK, BLOCK, c.num_kv_heads, c.head_dim, torch.bfloat16, "cuda")
+    shape = attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, BLOCK)
+    if small == "hopper":
+        shape = replace(shape, small=Tile(64, 4, 4, 1, "hopper"))
+    return CudaRunner(model, cuda_operators(), kv, sizes, max_len, shape=shape)
 
 
 def main() -> None:
@@ -233,7 +238,7 @@ def main() -> None:
     parser.add_argument("--followers", type=int, nargs="+", default=None)
     args = parser.parse_args()
     began = time.monotonic()
-    runner: Any = Waiting(args.device_ms / 1e3) if args.cpu else gpu_runner()
+    runner: Any = Waiting(args.device_ms / 1e3) if args.cpu else Timed(runner_8b(BUCKETS, KV_TOKENS, 32768))
     found: dict[str, Any] = {"start_s": time.monotonic() - began, "cells": {}}
     path = args.out / ("cpu-direct-cells.json" if args.cpu else "h200-direct-cells.json")
     args.out.mkdir(parents=True, exist_ok=True)
