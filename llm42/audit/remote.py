@@ -37,6 +37,10 @@ class ServerProblem(LLM42Error):
     code = "server_problem"
 
 
+class NotAllowed(ServerProblem):
+    """The key may not have anything audited."""
+
+
 class RemoteAudit:
     """A client of one server."""
 
@@ -58,7 +62,8 @@ class RemoteAudit:
 
     def audit(self, records: Records, found: Callable[[Finding], None]) -> None:
         """Tells `found` about every claim, in their order. What the server refuses to look at is a finding
-        of the records of that call. Raises ServerProblem when it is not there."""
+        of the records of that call. Raises ServerProblem when it is not there, or audits nothing for this
+        key."""
         self.fingerprint()
         manifests = [{"fingerprint": k, "manifest": v} for k, v in records.manifests.items()]
         with ThreadPoolExecutor(CONCURRENCY) as pool:
@@ -71,6 +76,8 @@ class RemoteAudit:
         try:
             results = self._call("/v1/audit", body)["results"]
             return [FINDING.validate_python({**r, "line": batch[r["record"]][0]}) for r in results]
+        except NotAllowed:
+            raise
         except (ServerProblem, LookupError, TypeError, ValueError) as error:
             return [Finding(line, 0, f"line {line}", Verdict.FAILED, str(error)) for line, _ in batch]
 
@@ -84,7 +91,8 @@ class RemoteAudit:
             except urllib.error.HTTPError as error:
                 message = _message(error)
                 if error.code not in RETRIED or attempt == ATTEMPTS - 1:
-                    raise ServerProblem(f"{self._url}{path}: {error.code}: {message}") from error
+                    problem = NotAllowed if error.code in (401, 403) else ServerProblem
+                    raise problem(f"{self._url}{path}: {error.code}: {message}") from error
                 time.sleep(_pause(error, attempt))
             except (OSError, ValueError, http.client.HTTPException) as error:
                 strange = isinstance(error, (ValueError, http.client.HTTPException))

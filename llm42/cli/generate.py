@@ -31,15 +31,11 @@ def run_generate(
             ids = tokenizer.encode(prompt, add_special=True)
         else:
             ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
-        room = settings.model.max_model_len - len(ids)
-        if not ids or room < 1:
-            raise RequestRejected(
-                f"The prompt has {len(ids)} tokens; the context is {settings.model.max_model_len}."
-            )
-        most = min(max_tokens, room)
-        request = Request(
-            "generate", tuple(ids), most, sampling, deterministic, stop_token_ids=tokenizer.eos_token_ids
-        )
+        context, ends = settings.model.max_model_len, tokenizer.eos_token_ids
+        if not ids or len(ids) + max_tokens > context:
+            told = f"{len(ids)} tokens of prompt and {max_tokens} of answer do not fit the context, {context}."
+            raise RequestRejected(told if ids else "The prompt has no tokens.")
+        request = Request("generate", tuple(ids), max_tokens, sampling, deterministic, stop_token_ids=ends)
         asyncio.run(_print_answer(local, request, as_json))
 
 

@@ -93,7 +93,9 @@ def generate(
     deterministic: Annotated[bool, typer.Option("--deterministic/--best-effort")] = True,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="default: server.default_seed")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=-(2**63), max=2**64 - 1, help="default: server.default_seed")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="no chat template")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of streamed text")] = False,
 ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
@@ -16,6 +16,15 @@ class Section(BaseModel):
     its fields are the comments in serve_config.yaml, and the descriptions in the chart's schema."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1, and YAML reads `yes` and `on` as true."""
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
+            raise ValueError("true or false (in YAML also yes, no, on and off) is not what stands here")
+        return value
 
 
 TEST_PLANT = "test plant"

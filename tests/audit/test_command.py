@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
 import socketserver
 import threading
@@ -164,3 +165,43 @@ def test_what_is_no_llm42_server_is_said(tmp_path: Path, config: Path, answer: b
             thread.join()
     assert result.exit_code == 3, result.output
     assert "no LLM-42 server" in " ".join(result.output.split())
+
+
+class Refusing(http.server.BaseHTTPRequestHandler):
+    """A server that tells its fingerprint and audits nothing for this key."""
+
+    def do_GET(self) -> None:
+        """The fingerprint."""
+        self._say(200, {"fingerprint": "llm42-0", "manifest": {}})
+
+    def do_POST(self) -> None:
+        """The audit."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._say(403, {"error": {"message": "The key 'be' may not use the verifiers."}})
+
+    def _say(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_a_key_that_may_not_audit_is_no_finding(tmp_path: Path, config: Path) -> None:
+    """Nothing was looked at: neither answers nor signatures."""
+    line = {"fingerprint": "llm42-0", "prompt": [1], "output": [2], "sampling": {}}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            result = run(
+                tmp_path / "a.jsonl", [line], config, "--url", f"http://127.0.0.1:{server.server_address[1]}"
+            )
+        finally:
+            server.shutdown()
+            thread.join()
+    assert result.exit_code == 3, result.output
+    assert "may not use the verifiers" in " ".join(result.output.split())

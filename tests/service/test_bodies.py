@@ -15,6 +15,7 @@ DIGITS = b'{"model": "x", "seed": ' + b"9" * 5000 + b"}"
 UNREADABLE: list[tuple[bytes, str, str]] = [
     (b"", "The body is empty; a JSON object is needed.", "invalid_json"),
     (b'{"model": "x", "prompt": "\xff"}', "not valid UTF-8: invalid start byte at byte 26", "invalid_json"),
+    ('{"model": "x", "prompt": "a"}'.encode("utf-16"), "not valid UTF-8: ", "invalid_json"),
     (b'{"model": "x",}', "not valid JSON: ", "invalid_json"),
     (b'{"model": "x",}', " at position 1", "invalid_json"),
     (DEEP, "nested too deeply", "invalid_json"),

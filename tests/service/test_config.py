@@ -116,6 +116,8 @@ def test_how_many_there_are_reaches_the_ingress_and_not_the_replicas() -> None:
         ({"server": {"prot": 1}}, "server.prot"),
         ({"engine": {"max_batch": 0}}, "engine.max_batch"),
         ({"verifier": {"buckets": [8, 8]}}, "verifier"),
+        ({"engine": {"max_batch": True}}, "engine.max_batch"),
+        ({"server": {"heartbeat_s": False}}, "server.heartbeat_s"),
         ({"modell": {}}, "modell"),
     ],
 )
