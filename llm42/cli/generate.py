@@ -33,7 +33,7 @@ def run_generate(
             ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
         context, ends = settings.model.max_model_len, tokenizer.eos_token_ids
         if not ids or len(ids) + max_tokens > context:
-            told = f"{len(ids)} tokens of prompt and {max_tokens} of answer do not fit the context, {context}."
+            told = f"{len(ids)} tokens of prompt and {max_tokens} of answer exceed the context, {context}."
             raise RequestRejected(told if ids else "The prompt has no tokens.")
         request = Request("generate", tuple(ids), max_tokens, sampling, deterministic, stop_token_ids=ends)
         asyncio.run(_print_answer(local, request, as_json))
