@@ -22,7 +22,7 @@ from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.errors import Overloaded
 from llm42.protocol import Commit, Failure, Request, Window
 from llm42.sampling import Sampled
-from llm42.session import driver
+from llm42.session import drive
 from llm42.session.driver import Generator
 from llm42.session.machine import Session
 from llm42.verifier.cpu.runner import CPURunner
@@ -108,7 +108,7 @@ def draw_request(rng: random.Random, index: int) -> Request:
 def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random windows, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a third
     of the clients leave early."""
-    monkeypatch.setattr(driver, "Session", RandomWindows)
+    monkeypatch.setattr(drive, "Session", RandomWindows)
     rng = random.Random(seed)
     engine = lab.engine(
         prefill_chunk=rng.choice([1, 9, 64]),

@@ -14,7 +14,7 @@ from llm42.engine.base import Engine
 from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.protocol import Commit, Request, SamplingParams
-from llm42.session import driver
+from llm42.session import drive
 from llm42.session.actions import Action, Emit
 from llm42.session.driver import Generator
 from llm42.session.interfaces import VerifierClient
@@ -154,7 +154,7 @@ class ReleasesBeforeCommit(Session):
 def test_control_a_session_that_releases_before_commit_is_noticed(
     smollm2: Lab, verifier: Verifier, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "Session", ReleasesBeforeCommit)
+    monkeypatch.setattr(drive, "Session", ReleasesBeforeCommit)
     got = answers(smollm2, make_engine(0.3), verifier, GREEDY, 2)
     want = [smollm2.oracle(r) for r in requests_of(smollm2, GREEDY)]
     assert [a.tokens for a in got] != [w.tokens for w in want]

@@ -91,7 +91,11 @@ async def copies(
 
 @pytest.mark.parametrize(
     ("service", "temperature"),
-    [("tiny", 0.0), ("tiny", 1.0), pytest.param("smollm2", 0.0, marks=pytest.mark.slow), ("smollm2", 1.0)],
+    [
+        ("tiny", 0.0),
+        ("tiny", 1.0),
+        *((pytest.param("smollm2", t, marks=pytest.mark.slow)) for t in (0.0, 1.0)),
+    ],
     indirect=["service"],
     scope="session",
 )
