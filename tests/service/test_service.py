@@ -94,7 +94,8 @@ async def copies(
     [
         ("tiny", 0.0),
         ("tiny", 1.0),
-        *((pytest.param("smollm2", t, marks=pytest.mark.slow)) for t in (0.0, 1.0)),
+        pytest.param("smollm2", 0.0, marks=pytest.mark.slow),
+        pytest.param("smollm2", 1.0, marks=pytest.mark.slow),
     ],
     indirect=["service"],
     scope="session",
