@@ -59,8 +59,8 @@ STARTS_ITS_OWN = (
     "tests/chaos/test_nodes.py",
 )
 """What does not use the cluster of tests/conftest.py."""
-UNIT = Part("unit", ("tests/unit", "tests/chart"), HERE)
-REST = Part("rest", ("tests", "--ignore=tests/unit", "--ignore=tests/chart"), HERE)
+UNIT = Part("unit", ("tests/unit", "tests/chart", "tests/audit"), HERE)
+REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where)), HERE)
 CLUSTER = Part(
     "cluster",
     ("tests/service", "tests/chaos", "tests/metrics", *(f"--ignore={file}" for file in STARTS_ITS_OWN)),
