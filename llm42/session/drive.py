@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
@@ -31,7 +32,7 @@ class Owner(Protocol):
     tracer: Tracer
 
 
-class Drive:
+class Drive(ABC):
     """Joins a session, a verifier and what the client gets. Belongs to an event loop."""
 
     def __init__(self, owner: Owner, request: Request, text: OutputText) -> None:
@@ -47,9 +48,9 @@ class Drive:
         assert self.owner.verifier is not None
         return self.owner.verifier
 
+    @abstractmethod
     def run(self) -> AsyncGenerator[Delta, None]:
         """Yields deltas until the output ends. Raises LLM42Error."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Frees the verifier's share; safe at any moment."""

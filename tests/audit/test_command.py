@@ -144,6 +144,20 @@ class Stranger(socketserver.StreamRequestHandler):
         self.wfile.write(self.answer)
 
 
+def audited_by(server: socketserver.BaseServer, folder: Path, config: Path) -> Result:
+    """One record, audited by what answers there."""
+    line = {"fingerprint": "llm42-0", "prompt": [1], "output": [2], "sampling": {}}
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        return run(
+            folder / "a.jsonl", [line], config, "--url", f"http://127.0.0.1:{server.server_address[1]}"
+        )
+    finally:
+        server.shutdown()
+        thread.join()
+
+
 HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 
 
@@ -152,17 +166,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 )
 def test_what_is_no_llm42_server_is_said(tmp_path: Path, config: Path, answer: bytes) -> None:
     handler = type("Answering", (Stranger,), {"answer": answer})
-    line = {"fingerprint": "llm42-0", "prompt": [1], "output": [2], "sampling": {}}
     with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            result = run(
-                tmp_path / "a.jsonl", [line], config, "--url", f"http://127.0.0.1:{server.server_address[1]}"
-            )
-        finally:
-            server.shutdown()
-            thread.join()
+        result = audited_by(server, tmp_path, config)
     assert result.exit_code == 3, result.output
     assert "no LLM-42 server" in " ".join(result.output.split())
 
@@ -192,16 +197,7 @@ class Refusing(http.server.BaseHTTPRequestHandler):
 
 def test_a_key_that_may_not_audit_is_no_finding(tmp_path: Path, config: Path) -> None:
     """Nothing was looked at: neither answers nor signatures."""
-    line = {"fingerprint": "llm42-0", "prompt": [1], "output": [2], "sampling": {}}
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            result = run(
-                tmp_path / "a.jsonl", [line], config, "--url", f"http://127.0.0.1:{server.server_address[1]}"
-            )
-        finally:
-            server.shutdown()
-            thread.join()
+        result = audited_by(server, tmp_path, config)
     assert result.exit_code == 3, result.output
     assert "may not use the verifiers" in " ".join(result.output.split())
