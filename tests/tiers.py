@@ -5,8 +5,8 @@
     python -m tests.tiers vllm [pytest's options]    those, where vLLM is installed
     python -m tests.tiers told all vllm              fails where more was left out than tests/skips.txt names
 
-What needs the Ray cluster waits half of its time, so it runs beside what needs a core. Triton's interpreter
-is chosen when Triton is imported, so its cases have a process of their own. The output of each process goes
+What needs the Ray cluster waits half of its time, and much else a part of it, so there are more processes
+than cores. Triton's interpreter is chosen when Triton is imported, so its cases have a process of their own. The output of each process goes
 to a file in build/tests; its end is shown when all are done, all of it when something failed.
 """
 
@@ -60,7 +60,8 @@ STARTS_ITS_OWN = (
 )
 """What does not use the cluster of tests/conftest.py."""
 UNIT = Part("unit", ("tests/unit", "tests/chart", "tests/audit"), HERE)
-REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where)), HERE)
+PROTOCOL = Part("protocol", ("tests/protocol",), HERE)
+REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where + PROTOCOL.where)), HERE)
 CLUSTER = Part(
     "cluster",
     ("tests/service", "tests/chaos", "tests/metrics", *(f"--ignore={file}" for file in STARTS_ITS_OWN)),
@@ -81,9 +82,9 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "vllm":
         return [VLLM]
     if tier == "all":
-        return [CLUSTER, REST, UNIT, STARTS, INTERPRETER]
+        return [CLUSTER, PROTOCOL, UNIT, REST, STARTS, INTERPRETER]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
-    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, REST, UNIT, STARTS)]
+    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, PROTOCOL, UNIT, REST, STARTS)]
     return [*quick, INTERPRETER]
 
 
