@@ -6,8 +6,9 @@
     python -m tests.tiers told all vllm              fails where more was left out than tests/skips.txt names
 
 What needs the Ray cluster waits half of its time, and much else a part of it, so there are more processes
-than cores. Triton's interpreter is chosen when Triton is imported, so its cases have a process of their own. The output of each process goes
-to a file in build/tests; its end is shown when all are done, all of it when something failed.
+than cores. Triton's interpreter is chosen when Triton is imported, so its cases have a process of their own.
+The output of each process goes to a file in build/tests; its end is shown when all are done, all of it when
+something failed.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "all":
         return [CLUSTER, PROTOCOL, UNIT, REST, STARTS, INTERPRETER]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
-    quick = [Part(p.name, p.where, f"{p.marks} and not slow") for p in (CLUSTER, PROTOCOL, UNIT, REST, STARTS)]
-    return [*quick, INTERPRETER]
+    marked = CLUSTER, PROTOCOL, UNIT, REST, STARTS
+    return [*(Part(p.name, p.where, f"{p.marks} and not slow") for p in marked), INTERPRETER]
 
 
 class Running:
