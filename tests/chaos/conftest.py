@@ -38,6 +38,11 @@ def tree(tiny: Lab) -> dict[str, Any]:
     }
 
 
+def in_mode(tree: dict[str, Any], mode: str) -> dict[str, Any]:
+    """The settings with this session.mode; with little credit, so that it is renewed often."""
+    return tree | {"session": tree["session"] | {"mode": mode, "credit": 16}}
+
+
 @asynccontextmanager
 async def application(service: Service, name: str, tree: dict[str, Any]) -> AsyncIterator[App]:
     """An application under a route of its own, ready for deterministic requests; deleted afterwards."""

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor, supervisor_name
 from llm42_serve.verifiers.supervisor import Membership
-from tests.chaos.conftest import application
+from tests.chaos.conftest import application, in_mode
 from tests.chaos.support import App, deterministic
 from tests.support import Lab
 
@@ -28,11 +28,11 @@ START_S = 120.0
 """For a new process on a busy machine."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def app(service: Service, tree: dict[str, Any]) -> AsyncIterator[App]:
-    watch = {"verifier_s": 6.0, "supervisor_s": 4.0}
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["verify", "direct"])
+async def app(service: Service, tree: dict[str, Any], request: pytest.FixtureRequest) -> AsyncIterator[App]:
+    mode, watch = request.param, {"verifier_s": 6.0, "supervisor_s": 4.0}
     quick = tree | {"session": tree["session"] | {"verify_timeout_s": 5.0}, "watch": watch}
-    async with application(service, "hung", quick) as made:
+    async with application(service, f"hung-{mode}", in_mode(quick, mode)) as made:
         yield made
 
 

@@ -1,4 +1,5 @@
-"""Processes of every role are killed with SIGKILL in the middle of streams: no client can tell."""
+"""Processes of every role are killed with SIGKILL in the middle of streams: no client can tell. In both ways
+to a commit: a fast path's candidates verified, and the verifiers decoding by themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import pytest_asyncio
 from llm42.protocol import Request
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor, supervisor_name
-from tests.chaos.conftest import application
+from tests.chaos.conftest import application, in_mode
 from tests.chaos.support import App, Outcome, best_effort, deterministic, kill
 from tests.support import Lab
 
@@ -21,9 +22,10 @@ STREAMS, NOISE, AT_ONCE = 40, 10, 20
 FASTPATH, INGRESS = "ray::ServeReplica:{name}:FastPath", "ray::ServeReplica:{name}:Ingress"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def app(service: Service, tree: dict[str, Any]) -> AsyncIterator[App]:
-    async with application(service, "chaos", tree) as made:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["verify", "direct"])
+async def app(service: Service, tree: dict[str, Any], request: pytest.FixtureRequest) -> AsyncIterator[App]:
+    mode = request.param
+    async with application(service, f"chaos-{mode}", in_mode(tree, mode)) as made:
         yield made
 
 
