@@ -51,7 +51,7 @@ class Verifier(Front):
     ) -> None:
         """device_lost: asked after a step has failed; a verifier whose device is lost ends."""
         super().__init__(pool, KVStore(pool, runner.copy_block), Outbox(fingerprint), max_waiting)
-        self.fingerprint, self.manifest = fingerprint, manifest or {}
+        self.manifest = manifest or {}
         self._runner = runner
         self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
         self._in_flight: StepInFlight | None = None
@@ -60,6 +60,15 @@ class Verifier(Front):
         self._settled = 0.0
         self.on_step: Callable[[float], None] = lambda _: None
         """Called with the seconds of each step, on the step thread; must not raise."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What every commit names, of both ways. Set before the start."""
+        return self._followers.outbox.fingerprint
+
+    @fingerprint.setter
+    def fingerprint(self, name: str) -> None:
+        self._followers.outbox.fingerprint = name
 
     def _loop(self) -> None:
         try:

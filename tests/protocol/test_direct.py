@@ -25,7 +25,7 @@ from llm42.protocol import Commit, Failure, FinishReason, Request, Window
 from llm42.session.driver import Generator
 from llm42.session.interfaces import Sink
 from llm42.session.verify_call import SEND_IN_FULL
-from llm42.verifier.scheduler import Verifier
+from llm42.verifier.build import build_verifier
 from tests.support import (
     GREEDY,
     PENALISED,
@@ -41,6 +41,7 @@ from tests.support import (
     request_of,
     together,
     wait_until,
+    window_of,
 )
 
 KINDS = (GREEDY, SAMPLED, PENALISED)
@@ -343,7 +344,6 @@ def test_a_renewal_that_is_refused_is_a_retry(lab: Lab) -> None:
     assert answer.stats.windows == 1 + answer.stats.verify_retries == 2
 
 
-@pytest.mark.skipif(not hasattr(Verifier, "follow"), reason="this verifier does not go on by itself")
 @pytest.mark.parametrize("credit", [1, 2, 64])
 def test_the_verifier_itself(lab: Lab, credit: int) -> None:
     requests = [request_of(f"v{i}", i % 3, max_tokens=60, sampling=KINDS[i % 3]) for i in range(8)]
@@ -356,6 +356,18 @@ def test_the_verifier_itself(lab: Lab, credit: int) -> None:
     assert {a.stats.windows for a in answers} == {1}
     assert wait_until(lambda: verifier.stats().kv_held_blocks == 0)
     check_pool(verifier._pool)
+
+
+def test_every_commit_names_the_fingerprint_of_a_built_verifier(lab: Lab) -> None:
+    """It is known only when the verifier has been built."""
+    built = build_verifier(lab.settings, lab.model, lab.tokenizer, lab.certificate).start()
+    lab.parts.append(built)
+    request, heard = request_of("f", 1, max_tokens=20), list[Any]()
+    answer = asyncio.run(collect(direct(lab, built, credit=4), request))  # type: ignore[arg-type]
+    assert differences(answer, lab.oracle(request)) == []
+    built.follow(replace(window_of(request, []), credit=8, max_len=len(request.prompt) + 8), heard.append)
+    assert wait_until(lambda: len(heard) == 8, 30)
+    assert {commit.fingerprint for commit in heard} == {built.fingerprint} != {""}
 
 
 class OtherFingerprint(Follower):
