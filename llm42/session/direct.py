@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from llm42.errors import LLM42Error
@@ -94,12 +95,15 @@ class DirectDrive(Drive):
 
     def _take(self, commit: Commit) -> Delta | None:
         """What the client gets of a commit; None when it says nothing new."""
+        first = not self.session.stats.direct_tokens
         actions = self.commit(commit)
         delta = self._act(actions, commit.fingerprint)
         if delta is not None:
             self._count(commit)
             self.waits_since = time.monotonic()
             self.patience.renew()
+            if first:
+                delta = replace(delta, cached_tokens=self.session.stats.cached_prompt_tokens)
         return delta
 
     def _act(self, actions: list[Action], fingerprint: str) -> Delta | None:

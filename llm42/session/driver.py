@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from llm42.config import Settings
-from llm42.engine.base import Engine, EngineOutput
+from llm42.engine.base import SAME_ID, Engine, EngineOutput
 from llm42.errors import LLM42Error, RequestRejected, VerifierUnavailable
 from llm42.protocol import Commit, Delta, FinishReason, Request, Window
 from llm42.session.actions import Action, Emit, Extend, Rollback
@@ -23,7 +23,7 @@ from llm42.session.direct import DirectDrive
 from llm42.session.drive import Drive
 from llm42.session.inbox import ANY, NONE, Inbox
 from llm42.session.interfaces import VerifierClient
-from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
+from llm42.session.outputs import EngineFailed, joined, prompt_alone, require_no_error, to_delta
 from llm42.session.verify_call import verify
 from llm42.telemetry import metrics as m
 from llm42.telemetry.tracing import Tracer
@@ -63,6 +63,8 @@ class Generator:
         self.tracer: Tracer = tracer or Tracer()
         self._streams = 0
         """Best-effort requests in progress whose clients read along."""
+        self._decoded_directly: set[str] = set()
+        """Ids of requests in progress that no engine knows."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
@@ -127,8 +129,11 @@ class Generator:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        kind = DirectDrive if self.settings.session.mode == "direct" else _Drive
-        drive: Drive = kind(self, request, text)
+        direct = self.settings.session.mode == "direct"
+        if direct and request.request_id in self._decoded_directly:
+            raise EngineFailed(SAME_ID)
+        drive: Drive = (DirectDrive if direct else _Drive)(self, request, text)
+        self._decoded_directly.update({request.request_id} if direct else ())
         try:
             if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
                 yield await drive.score_prompt()
@@ -137,6 +142,7 @@ class Generator:
                     async for delta in deltas:
                         yield delta
         finally:
+            self._decoded_directly.discard(request.request_id)
             drive.close()
 
 

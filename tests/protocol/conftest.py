@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,9 +28,11 @@ def tiny_vllm(tmp_path_factory: pytest.TempPathFactory, vllm_pool: VllmPool) -> 
 
 @pytest.fixture
 def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
-    """The lab; whatever a test starts is closed after it. With the torch engine, unless `both_engines` says
-    otherwise."""
+    """The lab; whatever a test starts is closed after it. With the torch engine, unless `both_engines` or
+    `all_ways` says otherwise."""
     kind = getattr(request, "param", "torch")
-    made: Lab = request.getfixturevalue("tiny" if kind == "torch" else "tiny_vllm")
+    made: Lab = request.getfixturevalue("tiny_vllm" if kind == "vllm" else "tiny")
+    if kind == "direct":
+        made = replace(made, mode="direct", parts=[])
     yield made
     made.close()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from llm42.protocol import FinishReason, Request, SamplingParams
-from tests.support import SAMPLED, Lab, both_engines, collect, differences, request_of
+from tests.support import SAMPLED, Lab, all_ways, collect, differences, request_of
 
 LEAST = 16
 
@@ -31,7 +31,7 @@ def held_back(lab: Lab) -> Request:
     return replace(request, stop=stop, sampling=replace(request.sampling, min_tokens=LEAST))
 
 
-@both_engines
+@all_ways
 def test_min_tokens_holds_back_stop_strings(lab: Lab) -> None:
     request = held_back(lab)
     want = lab.oracle(request)
@@ -50,7 +50,7 @@ def test_the_best_effort_path_holds_them_back_too(lab: Lab) -> None:
     assert len(got.tokens) > LEAST
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize("cut", [1, LEAST - 1, LEAST])
 def test_a_resumed_output_has_the_same_end(lab: Lab, cut: int) -> None:
     """Another replica goes on with what the client has (Request.output)."""
@@ -63,7 +63,7 @@ def test_a_resumed_output_has_the_same_end(lab: Lab, cut: int) -> None:
     assert rest.finish is FinishReason.STOP
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_stop_token_is_no_text(lab: Lab, include: bool, deterministic: bool) -> None:

@@ -17,7 +17,7 @@ from llm42.protocol import Delta, FinishReason, Request, SamplingParams
 from llm42.session.driver import Generator
 from llm42.session.outputs import EngineFailed
 from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
-from tests.support import PENALISED, SAMPLED, Answer, Lab, differences, request_of
+from tests.support import PENALISED, SAMPLED, Answer, Lab, both_ways, differences, request_of
 
 SERVER = ServerSettings(failover_s=20.0)
 KINDS = {"greedy": SamplingParams(), "sampled": SAMPLED, "penalised": PENALISED}
@@ -65,6 +65,7 @@ def replicas(lab: Lab, count: int) -> list[Generator]:
     return [lab.generator(lab.engine(), verifier, max_window=7, start_window=7) for _ in range(count)]
 
 
+@both_ways
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_another_replica_goes_on_without_repeat_or_gap(lab: Lab, kind: str, after: int) -> None:
@@ -75,6 +76,7 @@ def test_another_replica_goes_on_without_repeat_or_gap(lab: Lab, kind: str, afte
     assert answer.stats.verified_tokens == len(answer.tokens)
 
 
+@both_ways
 def test_the_check_sees_a_replica_that_starts_again(lab: Lab) -> None:
     """Negative control: without the output so far, the client gets its beginning twice."""
     request = request_of("f-again", 5, max_tokens=60)
@@ -161,6 +163,7 @@ def test_failover_can_be_switched_off(seconds: float) -> None:
     assert (len(asked), type(error)) == ((1, ReplicaLost) if not seconds else (2, type(None)))
 
 
+@both_ways
 def test_a_stop_string_that_began_before_the_loss_is_found(lab: Lab) -> None:
     plain = request_of("f-stop", 9, max_tokens=60)
     whole = lab.oracle(plain)
@@ -267,6 +270,7 @@ async def test_the_wait_for_another_replica_is_bounded() -> None:
         await run(Failover(request_of("q", 1), ServerSettings(failover_s=0.3)), script)
 
 
+@both_ways
 def test_the_other_replicas_verifier_must_have_the_same_fingerprint(lab: Lab) -> None:
     request = replace(request_of("f-other", 5), output=lab.oracle(request_of("f-other", 5)).tokens[:4])
     (generator,) = replicas(lab, 1)

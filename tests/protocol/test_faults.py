@@ -26,7 +26,7 @@ from tests.support import (
     Lab,
     Wrapped,
     answer_of,
-    both_engines,
+    all_ways,
     check_blocks,
     check_pool,
     collect,
@@ -69,7 +69,7 @@ def test_a_step_killed_midway_leaves_no_block_behind(lab: Lab) -> None:
     assert commit.logprobs == want.logprobs[:10]
 
 
-@both_engines
+@all_ways
 def test_failing_steps_are_retried_to_the_oracles_answer(lab: Lab) -> None:
     request = request_of("f", 2)
     verifier = lab.verifier(wrap=lambda r: FailsAt(r, {2, 3, 6})).start()
@@ -84,7 +84,7 @@ def nothing_held(engine: Engine, verifier: Verifier) -> bool:
     return engine_idle and stats.kv_held_blocks == stats.active == stats.waiting == stats.idle_sequences == 0
 
 
-@both_engines
+@all_ways
 def test_a_verifier_that_never_answers_ends_the_request_and_frees_it(lab: Lab) -> None:
     verifier, engine = lab.verifier(wrap=lambda r: FailsAt(r, set(range(99)))).start(), lab.engine()
     with pytest.raises(VerifierUnavailable):
@@ -92,7 +92,7 @@ def test_a_verifier_that_never_answers_ends_the_request_and_frees_it(lab: Lab) -
     assert wait_until(lambda: nothing_held(engine, verifier))
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_client_that_leaves_frees_everything_within_a_second(lab: Lab, after: int) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_frees_everything_within_a_second(lab: Lab, after: 
     check_blocks(engine)
 
 
-@both_engines
+@all_ways
 def test_control_a_client_that_stays_holds_memory(lab: Lab) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
 
@@ -159,7 +159,7 @@ class Recorder:
         return getattr(self.inner, name)
 
 
-@both_engines
+@all_ways
 def test_a_slow_verifier_holds_its_own_requests_only(lab: Lab) -> None:
     engine = Recorder(lab.engine())
     generator = lab.generator(engine, Slow(lab.verifier().start()), max_window=16, lookahead=24)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from tests.support import (
     Answer,
     Lab,
     Wrapped,
-    both_engines,
+    all_ways,
     check_blocks,
     check_pool,
     collect,
@@ -89,7 +89,7 @@ class RandomWindows(Session):
         rng = random.Random(f"{self.request.request_id}/{len(self.committed)}")
         self.target = rng.choice([1, 2, 5, 16, 33, 128])
         window = super().due(now)
-        if window is not None and rng.random() < 0.5:  # fewer than there are
+        if window is not None and window.candidates and rng.random() < 0.5:  # fewer than there are
             kept = window.candidates[: rng.randrange(1, len(window.candidates) + 1)]
             self.in_flight = window = replace(window, candidates=kept)
         return window
@@ -103,11 +103,11 @@ def draw_request(rng: random.Random, index: int) -> Request:
     return replace(request, priority=rng.randrange(2))
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize("seed", sweep(range(6), quick=(0, 3)))
 def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Random windows, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a third
-    of the clients leave early."""
+    """Random windows, credit, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a
+    third of the clients leave early."""
     monkeypatch.setattr(drive, "Session", RandomWindows)
     rng = random.Random(seed)
     engine = lab.engine(
@@ -118,7 +118,8 @@ def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch
     )
     buckets = rng.choice([(8,), (16, 48), (8, 16, 32, 64, 128)])
     verifier = lab.verifier(rng.choice([256, 4096]), buckets=buckets).start()
-    generator = lab.generator(engine, verifier, min_window=1, max_window=128, lookahead=128)
+    lengths = {"min_window": 1, "max_window": 128, "lookahead": 128, "credit": rng.choice([1, 5, 64])}
+    generator = lab.generator(engine, verifier, **lengths)
     requests = [draw_request(rng, i) for i in range(14)]
     leavers = [replace(draw_request(rng, 100 + i), max_tokens=90) for i in range(5)]
     others = [replace(draw_request(rng, 200 + i), deterministic=False) for i in range(4)]
@@ -224,7 +225,7 @@ def test_control_a_cache_that_ignores_what_came_before_a_block_is_noticed(
     assert answers()
 
 
-@both_engines
+@all_ways
 def test_three_turns_reuse_generated_text(lab: Lab) -> None:
     verifier = lab.verifier().start()
     generator = lab.generator(lab.engine(corrupt_share=0.1), verifier)
@@ -278,7 +279,7 @@ class Sleepy:
         self.inner.copy_block(source, target)
 
 
-@both_engines
+@all_ways
 def test_an_overloaded_verifier_is_asked_again(lab: Lab) -> None:
     verifier = lab.verifier(wrap=lambda r: Sleepy(r, 0.02)).start()
     verifier._max_waiting = 1
@@ -291,7 +292,7 @@ def test_an_overloaded_verifier_is_asked_again(lab: Lab) -> None:
         verifier.submit(window_of(requests[0], []))
 
 
-@both_engines
+@all_ways
 def test_a_client_that_leaves_while_a_step_runs_frees_everything(lab: Lab) -> None:
     verifier = lab.verifier(wrap=lambda r: Sleepy(r, 0.2)).start()
     engine = lab.engine()

@@ -13,7 +13,7 @@ from llm42.host.threads import torch_threads
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, TokenLogprob, Window
 from llm42.session.prompt_scores import scoring_windows
 from llm42.verifier.scheduler import Verifier
-from tests.support import SAMPLED, Lab, answer_of, both_engines, differences, request_of
+from tests.support import SAMPLED, Lab, answer_of, all_ways, differences, request_of
 from tests.support import Answer as Output
 
 
@@ -78,7 +78,7 @@ def test_control_without_scoring_the_window_ends_at_the_first_token_not_drawn(la
     assert wrong.logprobs != right.logprobs[: len(wrong.logprobs)]
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_nothing_but_the_prompt(lab: Lab, deterministic: bool) -> None:
     """max_tokens 0: one delta, with the prompt's log-probabilities and no token."""
@@ -89,7 +89,7 @@ def test_nothing_but_the_prompt(lab: Lab, deterministic: bool) -> None:
     assert (only.fingerprint is not None) == deterministic
 
 
-@both_engines
+@all_ways
 def test_best_effort_scores_are_close_to_the_canonical_ones(lab: Lab) -> None:
     """Also when the cache is warm: every token once, in order."""
     best_effort_scores(lab, lab.engine(prefill_chunk=24))

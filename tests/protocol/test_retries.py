@@ -21,6 +21,7 @@ from tests.support import (
     Answer,
     Lab,
     Wrapped,
+    all_ways,
     both_engines,
     check_pool,
     collect,
@@ -173,7 +174,7 @@ def test_control_refusals_end_when_the_attempts_would_have(lab: Lab) -> None:
         asyncio.run(collect(generator, request_of("dead", 2, max_tokens=24)))
 
 
-@both_engines
+@all_ways
 def test_a_closed_verifier_ends_streams_with_an_error_and_best_effort_goes_on(lab: Lab) -> None:
     verifier, engine = lab.verifier().start(), lab.engine()
     generator = lab.generator(engine, verifier, verify_timeout_s=5.0, verify_attempts=1)
@@ -193,7 +194,7 @@ def test_a_closed_verifier_ends_streams_with_an_error_and_best_effort_goes_on(la
     assert len(answer.tokens) == 60
 
 
-@both_engines
+@all_ways
 @pytest.mark.parametrize(
     ("length", "tokens", "refused"), [(100, 156, False), (100, 157, True), (257, 1, True)]
 )

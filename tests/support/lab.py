@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llm42.cache import BlockPool, KVCache
 from llm42.checkpoint.load import load_for
@@ -45,6 +45,8 @@ class Lab:
     parts: list[TorchEngine | Verifier] = field(default_factory=list)
     vllm: VllmPool | None = None
     """Set: `engine` makes vLLM engines."""
+    mode: Literal["verify", "direct"] = "verify"
+    """Of the sessions of `generator`, unless a test says otherwise."""
 
     @classmethod
     def make(
@@ -128,7 +130,7 @@ class Lab:
 
     def generator(self, engine: Engine, verifier: VerifierClient | None, **session: Any) -> Generator:
         """A driver; keyword arguments change the session's settings."""
-        changed = self.settings.session.model_copy(update=session)
+        changed = self.settings.session.model_copy(update={"mode": self.mode} | session)
         settings = self.settings.model_copy(update={"session": changed, "engine": bare(engine).settings})
         return Generator(engine, self.tokenizer, settings, verifier)
 
