@@ -25,8 +25,8 @@ from llm42.verifier.scheduler import Verifier
 from tests.support import (
     Lab,
     Wrapped,
-    answer_of,
     all_ways,
+    answer_of,
     check_blocks,
     check_pool,
     collect,

@@ -13,7 +13,7 @@ from llm42.host.threads import torch_threads
 from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, TokenLogprob, Window
 from llm42.session.prompt_scores import scoring_windows
 from llm42.verifier.scheduler import Verifier
-from tests.support import SAMPLED, Lab, answer_of, all_ways, differences, request_of
+from tests.support import SAMPLED, Lab, all_ways, answer_of, differences, request_of
 from tests.support import Answer as Output
 
 

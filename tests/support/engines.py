@@ -21,9 +21,9 @@ from llm42.protocol import FinishReason
 ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))
 both_engines = pytest.mark.parametrize("lab", ENGINES, indirect=True)
 """For tests that hold whatever proposes the candidates: the torch engine, and vLLM where it is installed."""
-both_ways = pytest.mark.parametrize("lab", ("torch", "direct"), indirect=True)
+both_ways = pytest.mark.parametrize("lab", ["torch", "direct"], indirect=True)
 """For tests that hold whichever way a token is committed: verified, or decoded by the verifier itself."""
-all_ways = pytest.mark.parametrize("lab", (*ENGINES, "direct"), indirect=True)
+all_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)
 """For tests that hold for both."""
 
 
