@@ -95,6 +95,17 @@ class BlockPool:
         """Whether the block's content may be shared, so that it must not be written any more."""
         return self._keys[block] is not None
 
+    def is_findable(self, key: bytes) -> bool:
+        """Whether a block is published under the key."""
+        return key in self._index
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Makes blocks that nobody but the caller holds private again: their content is in doubt. What is
+        shared stays published, since only published blocks may be shared."""
+        for block in blocks:
+            if self._refs[block] == 1 and self._keys[block] is not None:
+                self._unpublish(block)
+
     def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], list[bytes]]:
         """The longest run of full blocks that starts `tokens` and was published under `salt`; takes a
         reference of each."""
@@ -112,14 +123,23 @@ class BlockPool:
             keys.append(parent)
         return blocks, keys
 
+    def extend_keys(self, keys: list[bytes], tokens: Sequence[int], count: int, salt: str = "") -> None:
+        """Brings a chain of keys up to those of the first `count` full blocks of `tokens`."""
+        size = self.block_size
+        for i in range(len(keys), count):
+            keys.append(self.key_after(keys, tokens[i * size : (i + 1) * size], salt))
+
+    def key_after(self, keys: Sequence[bytes], tokens: Sequence[int], salt: str = "") -> bytes:
+        """The key of a block, or of the beginning of one, that comes behind the blocks of `keys`."""
+        return block_key(keys[-1] if keys else self._root_of(salt), tokens)
+
     def publish_prefix(
         self, tokens: Sequence[int], blocks: Sequence[int], keys: list[bytes], written: int, salt: str = ""
     ) -> None:
         """Publishes every full block within tokens[:written]; `keys` caches the chain and is extended."""
-        full = min(written // self.block_size, len(blocks))
-        for i in range(len(keys), full):
-            parent = keys[i - 1] if i else self._root_of(salt)
-            keys.append(block_key(parent, tokens[i * self.block_size : (i + 1) * self.block_size]))
+        full, known = min(written // self.block_size, len(blocks)), len(keys)
+        self.extend_keys(keys, tokens, full, salt)
+        for i in range(known, full):
             self.publish(blocks[i], keys[i])
 
     def _root_of(self, salt: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Failure, Window
 from llm42.sampling import Sampled, reads_history
-from llm42.verifier.kv_store import HeldKV
+from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.runner import SequenceRows
 
 Answer = Commit | Failure
@@ -34,6 +34,8 @@ class Job:
     cached: int = 0
     cold: bool = False
     """Nothing is taken from the cache and nothing left in it."""
+    awaited: bytes | None = None
+    """A block that is being computed for another one, and that it would compute again: it waits for it."""
     released: bool = False
     abandoned: bool = False
     sampled: list[Sampled] = field(default_factory=list)

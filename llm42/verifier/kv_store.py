@@ -3,7 +3,8 @@ eviction.
 
 The KV at position p is a function of tokens[0..p], so whatever a request left behind stays valid up to the
 first token that differs. Blocks of a window in flight are held by reference; between windows a request's
-sequence is *idle* and may be evicted, since everything in it can be recomputed.
+sequence is *idle* and may be evicted, since everything in it can be recomputed. What is being computed for
+one request is not computed again for another: see prefixes.py.
 """
 
 from __future__ import annotations
@@ -11,24 +12,10 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from llm42.cache import BlockPool
 from llm42.protocol import Window
-
-
-@dataclass(slots=True)
-class HeldKV:
-    """KV of one request: positions [0, computed) are written for tokens[:computed] in `blocks`."""
-
-    request_id: str
-    tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
-    computed: int = 0
-    idle_since: float = 0.0
-    salt: str = ""
-    """Under which its blocks are found and published."""
+from llm42.verifier.prefixes import HeldKV, Prefixes
 
 
 class KVStore:
@@ -38,6 +25,7 @@ class KVStore:
         self.pool = pool
         self._copy_block = copy_block
         self._idle: OrderedDict[str, HeldKV] = OrderedDict()
+        self._prefixes = Prefixes(pool)
 
     @property
     def idle(self) -> int:
@@ -54,6 +42,16 @@ class KVStore:
         """Whether the window could be admitted while others hold so many blocks."""
         return self._blocks_for(window) + blocks <= self.pool.num_blocks
 
+    def awaited(self, window: Window) -> bytes | None:
+        """The key of a block of the window's prompt that is being computed for another request: when
+        `is_awaited` no longer holds of it, less is to be computed. None: there is no such block."""
+        # what a request holds itself is preferred to what is found
+        return None if window.request_id in self._idle else self._prefixes.awaited(window)
+
+    def is_awaited(self, key: bytes) -> bool:
+        """Whether a block of this key is still being computed by someone who holds all that it needs."""
+        return self._prefixes.is_written(key)
+
     def admit(self, window: Window, cold: bool = False, spare: int = 0) -> HeldKV | None:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
         already there: nothing, when `cold`. spare: blocks that must be left."""
@@ -63,7 +61,7 @@ class KVStore:
             return HeldKV(window.request_id, tokens, self.pool.acquire(needed)) if free else None
         sequence = self._idle.pop(window.request_id, None)
         if sequence is not None and sequence.salt != window.cache_salt:  # a request with another's id
-            self.pool.release(sequence.blocks)
+            self._give_up(sequence)
             sequence = None
         sequence = sequence or self._from_cache(window)
         tokens = [*window.tokens, *window.candidates]
@@ -88,8 +86,13 @@ class KVStore:
             self.pool.release(sequence.blocks[-1:])
             sequence.blocks[-1:] = fresh[:1]
             fresh = fresh[1:]
+        elif (end := self._prefixes.end_of(window, sequence)) is not None:
+            # an equal prompt's last block is not full, so not published: go on in a copy of its rows
+            self._copy_block(end, fresh[0])
+            valid = len(window.tokens) - 1
         sequence.blocks += fresh
         sequence.tokens, sequence.computed = tokens, valid
+        self._prefixes.begin(sequence, window)
         return sequence
 
     def settle(self, sequence: HeldKV, committed: int) -> None:
@@ -105,7 +108,7 @@ class KVStore:
     def publish(self, sequence: HeldKV, computed: int) -> None:
         """tokens[:computed] are computed, by steps that have completed: their full blocks are findable."""
         sequence.computed = computed
-        self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, computed, sequence.salt)
+        self._prefixes.publish(sequence)
 
     def grow(self, sequence: HeldKV) -> bool:
         """Takes one more block; False: there is none, though nothing is idle any more."""
@@ -115,15 +118,20 @@ class KVStore:
         return True
 
     def discard(self, sequence: HeldKV) -> None:
-        """Gives up a sequence whose blocks may be half written: nothing of it is published."""
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.keys, sequence.computed = [], [], 0
+        """Gives up a sequence whose blocks may be half written: what is not published is lost."""
+        self._give_up(sequence)
+
+    def discard_as_wrong(self, sequence: HeldKV) -> None:
+        """Gives up a sequence in whose KV something is not finite: nobody is to find it, unless others use
+        it already."""
+        self.pool.withdraw(sequence.blocks)
+        self.discard(sequence)
 
     def release(self, request_id: str) -> None:
         """The request is over: its published blocks stay findable, the others become free."""
         sequence = self._idle.pop(request_id, None)
         if sequence is not None:
-            self.pool.release(sequence.blocks)
+            self._give_up(sequence)
 
     def release_older(self, moment: float) -> None:
         """Releases every sequence that has been idle since before `moment` (time.monotonic)."""
@@ -131,22 +139,27 @@ class KVStore:
             self.release(request_id)
 
     def _from_cache(self, window: Window) -> HeldKV:
-        blocks, keys = self.pool.match(window.tokens[:-1], window.cache_salt)
-        covered = len(blocks) * self.pool.block_size
-        tokens = list(window.tokens)
-        return HeldKV(window.request_id, tokens, blocks, keys, covered, salt=window.cache_salt)
+        blocks, keys = self.pool.match(window.tokens, window.cache_salt)
+        covered, tokens, salt = len(blocks) * self.pool.block_size, list(window.tokens), window.cache_salt
+        return HeldKV(window.request_id, tokens, blocks, keys, covered, salt=salt, published=len(blocks))
 
     def _keep(self, sequence: HeldKV) -> None:
         self.release(sequence.request_id)  # a retried window may have left an older one
         sequence.idle_since = time.monotonic()
         self._idle[sequence.request_id] = sequence
 
+    def _give_up(self, sequence: HeldKV) -> None:
+        self._prefixes.forget(sequence)
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.keys, sequence.computed, sequence.published = [], [], 0, 0
+
     def _cut(self, sequence: HeldKV, length: int) -> None:
-        keep = -(-length // self.pool.block_size)
+        keep, full = -(-length // self.pool.block_size), length // self.pool.block_size
+        if length < sequence.end - 1:
+            self._prefixes.forget_end(sequence)
         self.pool.release(sequence.blocks[keep:])
-        del sequence.blocks[keep:], sequence.tokens[length:]
-        del sequence.keys[length // self.pool.block_size :]
-        sequence.computed = length
+        del sequence.blocks[keep:], sequence.tokens[length:], sequence.keys[full:]
+        sequence.computed, sequence.published = length, min(sequence.published, full)
 
     def _make_room(self, blocks: int) -> bool:
         while blocks > self.pool.available and self._idle:

@@ -23,9 +23,10 @@ from llm42.sampling import Sampled
 from llm42.verifier.followers import NOT_FINITE
 from llm42.verifier.front import Front, Message
 from llm42.verifier.jobs import Decode, Follower, Job, StepInFlight
-from llm42.verifier.kv_store import HeldKV, KVStore
+from llm42.verifier.kv_store import KVStore
 from llm42.verifier.outbox import Outbox
 from llm42.verifier.planning import decode_limit, plan_rows
+from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.runner import PipelinedRunner, Runner
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,9 @@ class Verifier(Front):
             if job.next == job.end:
                 self._active.remove(job)
                 self._answer(job)
+            elif not job.cold and job.sequence is not None:
+                # of candidates only what stands is published: when the window is answered
+                self._store.publish(job.sequence, min(job.next, len(job.window.tokens)))
 
     def _drain(self) -> None:
         while not self._inbox.empty():
@@ -188,19 +192,24 @@ class Verifier(Front):
             self._admitted(followers.fresh)
 
     def _admitted(self, jobs: deque[Job]) -> bool:
-        """Whether all of them have been."""
-        while jobs:
-            job = jobs[0]
+        """Whether there was room for all of them. Who waits for a prefix keeps its place and lets others
+        pass: nobody behind it can make it wait again, since who needs the same block waits too."""
+        at = 0
+        while at < len(jobs):
+            job = jobs[at]
             if job.released or job.future.cancelled():
-                jobs.popleft()
+                del jobs[at]
                 # not cancelled: a late release of an earlier try must not end a live request
                 if job.future.set_running_or_notify_cancel():
                     job.future.set_exception(VerifierUnavailable("released while its window was waiting"))
                 continue
+            if self._awaits_prefix(job):
+                at += 1
+                continue
             sequence = self._room_for(job)
             if sequence is None:
                 return False
-            jobs.popleft()
+            del jobs[at]
             if not job.future.set_running_or_notify_cancel():  # cancelled just now
                 self._store.discard(sequence)
                 continue
@@ -208,6 +217,13 @@ class Verifier(Front):
             job.next = job.issued = job.cached = sequence.computed
             self._active.append(job)
         return True
+
+    def _awaits_prefix(self, job: Job) -> bool:
+        """Whether what it would compute next is being computed already, by a job that is active. A cold one
+        computes everything itself."""
+        if job.awaited is None or not self._store.is_awaited(job.awaited):
+            job.awaited = None if job.cold else self._store.awaited(job.window)
+        return job.awaited is not None
 
     def _room_for(self, job: Job) -> HeldKV | None:
         """The KV for a job, or None: it waits. A window of verify mode need not wait for those that decode
@@ -232,7 +248,7 @@ class Verifier(Front):
         pairs = enumerate(zip(job.sampled, window.candidates, strict=False))
         accepted = next((i for i, (s, given) in pairs if s.token != given), len(window.candidates))
         if not all(s.finite for s in job.sampled[: accepted + 1]):
-            self._store.discard(sequence)
+            self._store.discard_as_wrong(sequence)
             self._stats.failures += 1
             job.future.set_result(Failure(window.request_id, "non_finite_logits", NOT_FINITE))
             return

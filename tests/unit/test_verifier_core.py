@@ -27,7 +27,8 @@ from llm42.errors import Overloaded, StepFailed, VerifierUnavailable
 from llm42.host.threads import set_threads
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.verifier.jobs import Answer, Job
-from llm42.verifier.kv_store import HeldKV, KVStore
+from llm42.verifier.kv_store import KVStore
+from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.scheduler import Verifier
 from tests.support import check_pool
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
@@ -260,8 +261,16 @@ class PublishesTooEarly(KVStore):
     def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
         sequence = super().admit(window, cold)
         if sequence is not None:
-            self.pool.publish_prefix(sequence.tokens, sequence.blocks, sequence.keys, len(sequence.tokens))
+            self.publish(sequence, len(sequence.tokens))
         return sequence
+
+
+class LeavesThemWaiting(KVStore):
+    """Who waits for the prefix of one whose step has failed is not told."""
+
+    def discard(self, sequence: HeldKV) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.keys, sequence.computed = [], [], 0
 
 
 class NeverEvicts(KVStore):
@@ -278,6 +287,17 @@ class AdmitsInPieces(Verifier):
         super()._admit()
         if self._waiting and self._active:
             self._waiting.pop()
+
+
+class PublishesWhatIsPlanned(Verifier):
+    """Blocks are findable one step too early."""
+
+    def _plan(self, decodes: int = 0) -> list[tuple[Job, int]]:
+        plan = super()._plan(decodes)
+        for job, count in plan:
+            assert job.sequence is not None
+            self._store.publish(job.sequence, min(job.issued + count, len(job.window.tokens)))
+        return plan
 
 
 class AcceptsOneTooMany(Verifier):
@@ -314,9 +334,16 @@ BROKEN_STORES = [
     LeaksOnFailure,
     KeepsHalfWrittenBlocks,
     PublishesTooEarly,
+    LeavesThemWaiting,
     NeverEvicts,
 ]
-BROKEN_VERIFIERS = [AdmitsInPieces, AcceptsOneTooMany, LosesThePromptBorder, CancelsAtTheEnd]
+BROKEN_VERIFIERS = [
+    AdmitsInPieces,
+    PublishesWhatIsPlanned,
+    AcceptsOneTooMany,
+    LosesThePromptBorder,
+    CancelsAtTheEnd,
+]
 
 
 @pytest.mark.parametrize("broken", [*BROKEN_STORES, *BROKEN_VERIFIERS], ids=lambda c: c.__name__)

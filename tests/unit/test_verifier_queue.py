@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,10 @@ from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 
 
-def verifier_of(max_waiting: int = 4, blocks: int = 64) -> Verifier:
+def verifier_of(max_waiting: int = 4, blocks: int = 64, make: type[Verifier] = Verifier) -> Verifier:
     """Without a thread, over a shadow of the KV cache."""
     pool = BlockPool(blocks, 2)
-    return Verifier(
+    return make(
         ShadowRunner(pool),
         pool,
         buckets=(2, 4),
@@ -116,6 +117,43 @@ def plan_seconds(jobs: int) -> float:
 def test_a_plan_takes_time_in_proportion_to_its_windows() -> None:
     """Eight times as many: about eight times the time (it was 64 times)."""
     assert plan_seconds(1024) < 24 * plan_seconds(128)
+
+
+def steps_of_a_big_one_that_waits_for_a_prefix(make: type[Verifier]) -> int | None:
+    """It needs almost all blocks, and each step brings two others; None: unanswered after 300 steps."""
+    verifier = verifier_of(make=make, max_waiting=1000, blocks=40)
+    verifier.submit(window_of("first", *[1] * 30))
+    call = verifier.submit(window_of("big", *[1] * 30, *[0] * 44))
+    for number in range(300):
+        for i in range(2):
+            digits = [(2 * number + i) // 3**place % 3 for place in range(7)]  # no two have a block in common
+            verifier.submit(window_of(f"{number}-{i}", *digits, *[2] * 5))
+        verifier.step()
+        if call.done():
+            return number
+    return None
+
+
+class LetsAllPass(Verifier):
+    """Who has no room lets others pass."""
+
+    def _admitted(self, jobs: deque[Job]) -> bool:
+        passed = list[Job]()
+        while not super()._admitted(jobs):
+            passed.append(jobs.popleft())
+        jobs.extendleft(reversed(passed))
+        return not passed
+
+
+def test_who_has_waited_for_a_prefix_is_not_passed_for_ever() -> None:
+    """While it waits others pass; then it is the first."""
+    steps = steps_of_a_big_one_that_waits_for_a_prefix(Verifier)
+    assert steps is not None
+    assert steps < 100
+
+
+def test_control_one_that_is_passed_for_ever_is_noticed() -> None:
+    assert steps_of_a_big_one_that_waits_for_a_prefix(LetsAllPass) is None
 
 
 def test_windows_first_but_a_quarter_for_the_oldest_prompt() -> None:
