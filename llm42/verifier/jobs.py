@@ -3,6 +3,7 @@ it counts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,9 @@ from llm42.sampling import Sampled, reads_history
 from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.runner import SequenceRows
 
+AUDIT_PATIENCE_S = 10.0
+"""How long an audit waits for room that comes by itself. Then it takes its turn, and room, as others do: its
+caller waits no longer than session.verify_timeout_s."""
 Answer = Commit | Failure
 Sink = Callable[[Commit | Failure | LLM42Error], None]
 """Where a follower's answers go. Called on the step thread, at most once a step; must not raise or wait."""
@@ -51,6 +55,11 @@ class Job:
     def left(self) -> int:
         """Rows that no step has yet."""
         return self.end - self.issued
+
+    @property
+    def patient(self) -> bool:
+        """Whether others may pass it while it has no room: nobody waits for an audit."""
+        return self.cold and time.monotonic() - self.arrived < AUDIT_PATIENCE_S
 
     def rows(self, count: int) -> SequenceRows:
         """The next `count` rows, as a runner wants them."""

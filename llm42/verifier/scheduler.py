@@ -207,6 +207,9 @@ class Verifier(Front):
                 at += 1
                 continue
             sequence = self._room_for(job)
+            if sequence is None and job.patient:
+                at += 1
+                continue
             if sequence is None:
                 return False
             del jobs[at]
@@ -227,12 +230,12 @@ class Verifier(Front):
 
     def _room_for(self, job: Job) -> HeldKV | None:
         """The KV for a job, or None: it waits. A window of verify mode need not wait for those that decode
-        on: the youngest of them give way."""
+        on: the youngest of them give way. An audit has time."""
         if job.follower is not None and (spare := self._followers.spare):
             return self._store.admit(job.window, spare=spare)
         while (sequence := self._store.admit(job.window, job.cold)) is None:
             windows = sum(len(j.sequence.blocks) for j in self._active if j.sequence and not j.follower)
-            if job.follower or not self._store.fits_beside(job.window, windows):
+            if job.follower or job.patient or not self._store.fits_beside(job.window, windows):
                 return None
             if self._followers.preempt_youngest() is None:
                 return None
