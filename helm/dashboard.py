@@ -86,13 +86,18 @@ FROM_CACHE = ratio(
 )
 
 
+VERIFIED = APP.replace("}", ',way!="direct"}')
+"""Where the fast path had proposed candidates. Written so that series without the label count: those of an
+older release."""
+
+
 def rollback_rate(by: str) -> str:
-    """Share of committed tokens at which the fast path had proposed another one."""
-    return ratio(rate("rollbacks", by), rate("committed_tokens", by))
+    """Share of verified tokens at which the fast path had proposed another one."""
+    return ratio(rate("rollbacks", by), rate("committed_tokens", by, VERIFIED))
 
 
 DETERMINISM = (
-    Panel("Rollback rate", "Rollbacks for each committed token: how often the fast path proposed another"
+    Panel("Rollback rate", "Rollbacks for each verified token: how often the fast path proposed another"
           " token than the verifier.", "percentunit",
           ((rollback_rate("application, model"), "{{application}} {{model}}"),), True, 0.05),
     Panel("Verifiers ready", "Certified verifiers; without one, deterministic requests get a 503.", "short",
@@ -104,12 +109,13 @@ DETERMINISM = (
           "short",
           ((f"count by (model) (count by (model, fingerprint) (ray_llm42_fingerprint_info{MODEL}))",
             "{{model}}"),), True, 2),
-    Panel("Rollback rate by model", "Rollbacks for each committed token.", "percentunit",
+    Panel("Rollback rate by model", "Rollbacks for each verified token.", "percentunit",
           ((rollback_rate("application, model"), "{{application}} {{model}}"),)),
     Panel("Rollback rate by replica", "One replica that stands out has other kernels, or a bad device.",
           "percentunit", ((rollback_rate("application, replica"), "{{application}} {{replica}}"),)),
-    Panel("Tokens kept and wasted", "Committed tokens, and candidates that were thrown away.", "short",
-          ((rate("committed_tokens", "model"), "{{model}} committed/s"),
+    Panel("Tokens kept and wasted", "Committed tokens by their way (verified, or decoded directly by a"
+          " verifier), and candidates that were thrown away.", "short",
+          ((rate("committed_tokens", "model, way"), "{{model}} committed/s {{way}}"),
            (rate("rolled_back_tokens", "model"), "{{model}} rolled back/s"))),
     Panel("Wasted share of candidates", "Candidates thrown away, of all that the fast path proposed.",
           "percentunit",
@@ -138,9 +144,15 @@ LATENCY = (
 VERIFIERS = (
     Panel("Saturation", "Share of its time that a verifier spends in steps. Near 1, windows wait.",
           "percentunit", ((BUSY, "{{verifier}}"),)),
-    Panel("Windows in the verifiers", "Computing and waiting.", "short",
+    Panel("Windows in the verifiers", "Computing and waiting; and requests that are decoded directly.",
+          "short",
           ((gauge("verifier_active", "verifier", MODEL), "{{verifier}} active"),
-           (gauge("verifier_waiting", "verifier", MODEL), "{{verifier}} waiting"))),
+           (gauge("verifier_waiting", "verifier", MODEL), "{{verifier}} waiting"),
+           (gauge("verifier_direct_requests", "verifier", MODEL), "{{verifier}} direct"))),
+    Panel("Tokens of the verifiers", "Tokens committed, by their way; directly decoded requests that were"
+          " preempted.", "short",
+          ((rate("verifier_tokens", "model, way", MODEL), "{{model}} {{way}}/s"),
+           (rate("verifier_preemptions", "model", MODEL), "{{model}} preempted/s"))),
     Panel("Step time", "One canonical step.", "s",
           tuple((quantile(q, "verifier_step_seconds", "verifier", MODEL), f"{{{{verifier}}}} p{q * 100:g}")
                 for q in (0.5, 0.99))),

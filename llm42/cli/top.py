@@ -130,15 +130,23 @@ def sections(seen: Interval) -> Iterator[Section]:
     yield "Requests", _requests(seen)
 
 
+def _rollback_rate(seen: Interval, **where: str) -> str:
+    """For each verified token: what is decoded directly was proposed by nobody."""
+    tokens = "committed_tokens"
+    verified = seen.count(tokens, **where) - seen.count(tokens, way="direct", **where)
+    return f"{seen.count('rollbacks', **where) / verified:.2%}" if verified else "-"
+
+
 def _determinism(seen: Interval) -> list[tuple[str, str]]:
-    rows = [("rollback rate", seen.share("rollbacks", "committed_tokens"))]
+    rows = [("rollback rate", _rollback_rate(seen))]
     replicas = seen.now.values("committed_tokens_total", "replica")
     for replica in replicas if len(replicas) > 1 else []:
-        rows.append((f"  replica {replica}", seen.share("rollbacks", "committed_tokens", replica=replica)))
+        rows.append((f"  replica {replica}", _rollback_rate(seen, replica=replica)))
     return [
         *rows,
         ("rollbacks", seen.rate("rollbacks")),
         ("tokens committed", seen.rate("committed_tokens")),
+        ("  decoded directly", seen.rate("committed_tokens", way="direct")),
         ("tokens rolled back", seen.rate("rolled_back_tokens")),
         ("candidates wasted", seen.share("rolled_back_tokens", "candidate_tokens")),
         ("windows", seen.rate("windows")),
@@ -174,6 +182,8 @@ def _verifiers(seen: Interval) -> list[tuple[str, str]]:
     return [
         *rows,
         ("windows waiting", f"{now.total('verifier_waiting'):,.0f}"),
+        ("decoded directly", f"{now.total('verifier_direct_requests'):,.0f}"),
+        ("preempted", seen.rate("verifier_preemptions")),
         ("step time (p50)", seen.quantile(0.5, "verifier_step_seconds")),
         ("padding", seen.share(padding, "verifier_rows", padding)),
         ("rows from the cache", seen.share(cached, "verifier_rows", cached)),

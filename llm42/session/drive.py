@@ -61,7 +61,10 @@ class Drive(ABC):
         """Adds what the session has counted since the last call."""
         now, before, metrics = self.session.stats, self.counted, self.owner.metrics
         metrics.inc(m.CANDIDATE_TOKENS, now.candidate_tokens - before.candidate_tokens)
-        metrics.inc(m.COMMITTED_TOKENS, now.verified_tokens - before.verified_tokens)
+        verify, direct = m.WAYS
+        decoded = now.direct_tokens - before.direct_tokens
+        metrics.inc(m.COMMITTED_TOKENS, now.verified_tokens - before.verified_tokens - decoded, way=verify)
+        metrics.inc(m.COMMITTED_TOKENS, decoded, way=direct)
         metrics.inc(m.ROLLBACKS, now.rollbacks - before.rollbacks)
         metrics.inc(m.ROLLED_BACK_TOKENS, now.rolled_back_tokens - before.rolled_back_tokens)
         self.counted = replace(now)

@@ -114,6 +114,11 @@ CODES = (
 )
 """Codes of errors, as clients see them."""
 MODE = Label("mode", MODES)
+"""What was asked for."""
+WAYS = ("verify", "direct")
+WAY = Label("way", WAYS)
+"""How a committed token came about: as a candidate that was verified, or the verifier's own token behind such
+candidates; or decoded by the verifier itself."""
 OUTCOME = Label("outcome", ("finished", "aborted", *CODES))
 REASON = Label("reason", CODES)
 STATE = Label("state", ("starting", "ready", "failed", "mixed", "unreachable"))
@@ -164,7 +169,7 @@ REQUEST_SECONDS = _define(
 
 # Decode-verify-rollback sessions.
 CANDIDATE_TOKENS = _define(_R, _C, "candidate_tokens", "tokens", "Candidates that the fast path proposed")
-COMMITTED_TOKENS = _define(_R, _C, "committed_tokens", "tokens", "Tokens committed by a verifier")
+COMMITTED_TOKENS = _define(_R, _C, "committed_tokens", "tokens", "Tokens committed by a verifier", WAY)
 ROLLED_BACK_TOKENS = _define(_R, _C, "rolled_back_tokens", "tokens", "Candidates that were thrown away")
 ROLLBACKS = _define(_R, _C, "rollbacks", "rollbacks", "Times the fast path was cut back to what is committed")
 WINDOWS = _define(_R, _C, "windows", "windows", "Windows that a verifier has answered with a commit")
@@ -205,6 +210,10 @@ FASTPATH_DEVICES = _define(
 VERIFIER_ROWS = _define(_V, _C, "verifier_rows", "rows", "Rows of steps that held a token")
 VERIFIER_PADDING = _define(_V, _C, "verifier_padding_rows", "rows", "Rows of steps that were padding")
 VERIFIER_CACHED = _define(_V, _C, "verifier_cached_rows", "rows", "Rows found in the verifier's KV cache")
+VERIFIER_TOKENS = _define(
+    _V, _C, "verifier_tokens", "tokens", "Tokens that the verifier has committed, without audits and scores",
+    WAY,
+)  # fmt: skip
 VERIFIER_WINDOWS = _define(_V, _C, "verifier_windows", "windows", "Windows answered, audits included")
 VERIFIER_FAILURES = _define(_V, _C, "verifier_failures", "windows", "Windows that could not be answered")
 VERIFIER_BUSY = _define(_V, _C, "verifier_busy_seconds", "seconds", "Time the verifier spent in steps")
@@ -216,6 +225,13 @@ CACHE_HITS = _define(_V, _C, "verifier_cache_hits", "blocks", "KV blocks found b
 CACHE_EVICTIONS = _define(_V, _C, "verifier_cache_evictions", "blocks", "Cached KV blocks given to others")
 VERIFIER_WAITING = _define(_V, _G, "verifier_waiting", "windows", "Windows that wait to be admitted")
 VERIFIER_ACTIVE = _define(_V, _G, "verifier_active", "windows", "Windows that are being computed")
+VERIFIER_DIRECT = _define(
+    _V, _G, "verifier_direct_requests", "requests", "Requests that take a row of each step: decoded directly"
+)
+VERIFIER_PREEMPTIONS = _define(
+    _V, _C, "verifier_preemptions", "requests",
+    "Directly decoded requests whose KV was taken back for others; it is computed again",
+)  # fmt: skip
 VERIFIER_KV_HELD = _define(_V, _G, "verifier_kv_held_blocks", "blocks", "KV blocks of live requests")
 VERIFIER_KV_CACHED = _define(_V, _G, "verifier_kv_cached_blocks", "blocks", "KV blocks kept for reuse")
 VERIFIER_KV_TOTAL = _define(_V, _G, "verifier_kv_total_blocks", "blocks", "KV blocks of the verifier")

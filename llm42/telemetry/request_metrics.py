@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm42.config import Settings
 from llm42.errors import LLM42Error
-from llm42.protocol import Delta, Request
+from llm42.protocol import Delta, Request, RequestStats
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import event
 from llm42.telemetry.tracing import Tracer
@@ -27,6 +27,15 @@ log = logging.getLogger(__name__)
 def mode_of(request: Request) -> str:
     """The class of a request, as metrics and logs name it."""
     return "deterministic" if request.deterministic else "best_effort"
+
+
+def way_of(stats: RequestStats) -> str:
+    """How the tokens of a deterministic request came about: one of metrics.WAYS, or "both" where a failover
+    or a setting has changed it."""
+    verify, direct = m.WAYS
+    if not stats.direct_tokens:
+        return verify
+    return direct if stats.direct_tokens >= stats.verified_tokens else "both"
 
 
 class Observed:
@@ -76,7 +85,10 @@ class Observed:
         if delta.fingerprint:
             self._fields["fingerprint"] = delta.fingerprint
         if delta.stats is not None:
-            self._fields |= {name: getattr(delta.stats, name) for name in ("windows", "rollbacks")}
+            names = ("windows", "rollbacks", "verified_tokens", "direct_tokens")
+            self._fields |= {name: getattr(delta.stats, name) for name in names}
+            if self.request.deterministic:
+                self._fields["way"] = way_of(delta.stats)
         if delta.finish_reason is not None:
             self._outcome = "finished"
 
@@ -107,12 +119,14 @@ _COUNTERS: tuple[tuple[m.Metric, str], ...] = (
     (m.VERIFIER_CACHED, "cached_rows"),
     (m.VERIFIER_WINDOWS, "windows"),
     (m.VERIFIER_FAILURES, "failures"),
+    (m.VERIFIER_PREEMPTIONS, "preemptions"),
     (m.CACHE_HITS, "cache_hits"),
     (m.CACHE_EVICTIONS, "evictions"),
 )
 _GAUGES: tuple[tuple[m.Metric, str], ...] = (
     (m.VERIFIER_WAITING, "waiting"),
     (m.VERIFIER_ACTIVE, "active"),
+    (m.VERIFIER_DIRECT, "following"),
     (m.VERIFIER_KV_HELD, "kv_held_blocks"),
     (m.VERIFIER_KV_CACHED, "kv_cached_blocks"),
     (m.VERIFIER_KV_TOTAL, "kv_blocks"),
@@ -135,6 +149,8 @@ class VerifierReport:
         now, metrics = self._verifier.stats(), self._metrics
         for metric, name in _COUNTERS:
             metrics.inc(metric, getattr(now, name) - getattr(self._before, name, 0))
+        for way, name in zip(m.WAYS, ("verified", "decoded"), strict=True):
+            metrics.inc(m.VERIFIER_TOKENS, getattr(now, name) - getattr(self._before, name, 0), way=way)
         busy = now.step_s - getattr(self._before, "step_s", 0.0)
         metrics.inc(m.VERIFIER_BUSY, busy)
         metrics.inc(m.VERIFIER_DEVICE_SECONDS, busy * self._step_devices)

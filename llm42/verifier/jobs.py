@@ -190,6 +190,8 @@ class VerifierStats:
     evictions: int = 0
     following: int = 0
     """Requests that are decoded in each step."""
+    verified: int = 0
+    """Tokens of commits that answer candidates; neither audits nor scores."""
     decoded: int = 0
     """Tokens that were decoded directly."""
     preemptions: int = 0

@@ -265,6 +265,10 @@ class Verifier(Front):
             self._store.release(window.request_id)
         now = time.monotonic()
         self._stats.windows += 1
+        if job.follower is not None and not window.candidates:
+            self._stats.decoded += 1
+        elif not job.cold and not window.score:
+            self._stats.verified += accepted + 1
         self._stats.queue_s += job.started - job.arrived
         self._stats.cached_rows += job.cached
         timings = VerifyTimings(

@@ -60,6 +60,11 @@ async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
     seen = verifier.stats()
     assert page.total("verifier_rows_total") == seen.rows > 0
     assert page.total("verifier_padding_rows_total") == seen.padding_rows
+    committed = page.total("committed_tokens_total", way="verify")
+    assert committed == page.total("committed_tokens_total"), "nothing was decoded directly"
+    # a last window may have more than the output may
+    assert committed <= page.total("verifier_tokens_total", way="verify") == seen.verified
+    assert page.total("verifier_tokens_total", way="direct") == 0
     assert page.total("verifier_step_seconds_count") == seen.steps
     assert page.total("verifier_busy_seconds_total") == pytest.approx(seen.step_s)
     assert page.values("fingerprint_info", "fingerprint") == ["tiny"]
@@ -67,6 +72,28 @@ async def test_counters_are_the_sums_of_the_replies(lab: Lab) -> None:
     assert requests.count("requests", mode="deterministic", outcome="finished") == 6
     assert requests.count("requests", mode="best_effort", outcome="finished") == 2
     assert page.total("first_token_seconds_count") == page.total("request_seconds_count") == 8
+
+
+async def test_what_is_decoded_directly_is_counted_apart(lab: Lab) -> None:
+    """By the session and by the verifier, and who was preempted."""
+    metrics, verifier = PrometheusMetrics("tiny"), lab.verifier(160)
+    report = VerifierReport(verifier.start(), lab.settings, metrics)
+    session = lab.settings.session.model_copy(update={"mode": "direct"})
+    settings = lab.settings.model_copy(update={"session": session})
+    generator = Generator(lab.engine(), lab.tokenizer, settings, verifier, metrics)
+
+    async def one(index: int) -> int:
+        stream = generator.generate(request_of(f"d{index}", index))
+        return sum([len(delta.token_ids) async for delta in stream])
+
+    tokens = sum(await asyncio.gather(*(one(i) for i in range(4))))
+    verifier.close()  # its step thread counts a token after it has handed it on
+    report.report()
+    page = page_of(metrics)
+    for name in ("committed_tokens_total", "verifier_tokens_total"):
+        assert page.total(name, way="direct") == page.total(name) == tokens == 4 * 48
+    assert page.total("verifier_preemptions_total") == verifier.stats().preemptions > 0
+    assert page.total("verifier_direct_requests") == 0
 
 
 async def test_a_request_that_is_cancelled_is_counted_too(lab: Lab) -> None:

@@ -29,6 +29,7 @@ ASKED_FOR = {
     *("verifier_rows", "verifier_padding_rows", "verifier_step_seconds"),
     *("verifier_cache_hits", "verifier_cache_evictions", "preemptions"),
     *("first_token_seconds", "commit_gap_seconds", "request_seconds", "requests_running", "requests_queued"),
+    *("verifier_tokens", "verifier_direct_requests", "verifier_preemptions"),
     *("audits", "audit_mismatches", "failovers", "rejects", "fingerprint_info"),
 }
 

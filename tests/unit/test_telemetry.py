@@ -48,7 +48,12 @@ async def deltas(*pieces: Delta | Exception) -> AsyncGenerator[Delta, None]:
 
 
 FIRST = Delta((1,), "a", fingerprint="llm42-f")
-LAST = Delta((2, 3), "b", finish_reason=FinishReason.LENGTH, stats=RequestStats(windows=2, rollbacks=1))
+LAST = Delta(
+    (2, 3),
+    "b",
+    finish_reason=FinishReason.LENGTH,
+    stats=RequestStats(windows=2, rollbacks=1, verified_tokens=3),
+)
 
 
 async def outcome(*pieces: Delta | Exception, leave_after: int = 99) -> str:
@@ -107,10 +112,24 @@ async def test_json_lines_have_the_request_id_and_no_prompt(log: io.StringIO) ->
         "message": "request",
         "request_id": "cmpl-1-0", "mode": "deterministic", "outcome": "finished", "prompt_tokens": 3,
         "output_tokens": 3, "fingerprint": "llm42-f", "windows": 2, "rollbacks": 1,
+        "verified_tokens": 3, "direct_tokens": 0, "way": "verify",
     }  # fmt: skip
     async for _ in Observed(REQUEST, Metrics(), None, repr).run(deltas(FIRST, LAST)):
         pass
     assert json.loads(log.getvalue().splitlines()[1])["prompt"] == "(7, 8, 9)"
+
+
+@pytest.mark.parametrize(("direct", "way"), [(0, "verify"), (3, "direct"), (1, "both")])
+async def test_a_line_and_the_span_say_which_way_decoded_it(log: io.StringIO, direct: int, way: str) -> None:
+    configure(TelemetrySettings(log_format="json"), "ingress", log)
+    assert LAST.stats is not None
+    last = replace(LAST, stats=replace(LAST.stats, direct_tokens=direct))
+    for request in (REQUEST, replace(REQUEST, deterministic=False)):
+        async for _ in Observed(request, Metrics()).run(deltas(FIRST, last)):
+            pass
+    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+    assert [line.get("way") for line in lines] == [way, None], "best effort has no way"
+    assert lines[0]["direct_tokens"] == direct
 
 
 def test_a_value_cannot_forge_a_line(log: io.StringIO) -> None:

@@ -25,17 +25,21 @@ def figures(seen: Interval) -> dict[str, str]:
 
 def test_figures_since_the_start_and_between_two_pages() -> None:
     metrics = PrometheusMetrics("tiny")
-    metrics.inc(m.COMMITTED_TOKENS, 1000)
+    metrics.inc(m.COMMITTED_TOKENS, 1000, way="verify")
+    metrics.inc(m.COMMITTED_TOKENS, 200, way="direct")
     metrics.inc(m.ROLLBACKS, 100)
     first = page(metrics, 10.0)
     assert figures(Interval(first))["rollback rate"] == "10.00%"
-    assert figures(Interval(first))["tokens committed"] == "1,000"
-    metrics.inc(m.COMMITTED_TOKENS, 500)
+    assert figures(Interval(first))["tokens committed"] == "1,200"
+    assert figures(Interval(first))["  decoded directly"] == "200"
+    metrics.inc(m.COMMITTED_TOKENS, 500, way="verify")
+    metrics.inc(m.COMMITTED_TOKENS, 40, way="direct")
     metrics.inc(m.ROLLBACKS, 5)
     metrics.inc(m.VERIFIER_BUSY, 2.5)
     between = figures(Interval(page(metrics, 20.0), first))
     assert between["rollback rate"] == "1.00%"
-    assert between["tokens committed"] == "50.0/s"
+    assert between["tokens committed"] == "54.0/s"
+    assert between["  decoded directly"] == "4.0/s"
     assert between["busy, local"] == "25%"
 
 
