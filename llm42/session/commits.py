@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from llm42.protocol import Commit, VerifyTimings
 
@@ -21,17 +20,21 @@ def joined(commits: Iterable[Commit]) -> list[Commit]:
 
 
 def _follows(before: Commit, after: Commit) -> bool:
-    same = (before.request_id, before.fingerprint) == (after.request_id, after.fingerprint)
-    return same and after.base == before.end and not after.accepted
+    same = before.request_id == after.request_id and before.fingerprint == after.fingerprint
+    return same and after.base == before.base + len(before.logprobs) and not after.accepted
 
 
 def _one(run: list[Commit]) -> Commit:
     """A run of commits as one. Times and rows are added up; what was waited and cached is the first one's."""
-    first, rest = run[0], run[1:]
-    compute_s, rows = sum(c.timings.compute_s for c in run), sum(c.timings.rows for c in run)
-    return replace(
-        first,
-        logprobs=tuple(x for c in run for x in c.logprobs),
-        decoded=(*first.decoded, *(t for c in rest for t in (c.next_token, *c.decoded))),
-        timings=VerifyTimings(first.timings.queue_s, compute_s, rows, first.timings.cached_rows),
-    )
+    first = run[0]
+    logprobs, decoded = list(first.logprobs), list(first.decoded)
+    compute_s, rows = first.timings.compute_s, first.timings.rows
+    for commit in run[1:]:  # once for every token of every request: plain loops are the fastest
+        logprobs += commit.logprobs
+        decoded.append(commit.next_token)
+        decoded += commit.decoded
+        compute_s += commit.timings.compute_s
+        rows += commit.timings.rows
+    timings = VerifyTimings(first.timings.queue_s, compute_s, rows, first.timings.cached_rows)
+    begin = first.request_id, first.base, first.accepted, first.next_token
+    return Commit(*begin, tuple(logprobs), first.fingerprint, timings, tuple(decoded))
