@@ -87,3 +87,9 @@ class LaunchFailed(LLM42Error):
     """The service did not come up; the message says why and where the logs are."""
 
     code = "launch_failed"
+
+
+class NoFastPath(LLM42Error):
+    """A command is about the fast path, and the configuration has none (engine.kind canonical)."""
+
+    code = "no_fast_path"

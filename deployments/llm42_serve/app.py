@@ -72,7 +72,7 @@ def _placement(settings: Settings) -> dict[str, Any]:
     actor: dict[str, Any] = {"num_cpus": 0.2}
     if engine.resources:
         actor["resources"] = engine.resources
-    if settings.model.device != "cuda":
+    if settings.model.device != "cuda" or not engine.gpus_per_replica:
         return {"ray_actor_options": actor}
     if settings.verifier.affinity == "vllm":  # the same products on both sides
         actor["runtime_env"] = {"env_vars": dict(CUBLAS_ENVIRONMENT)}

@@ -59,10 +59,13 @@ def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
             f" GPUs (engine.gpus) do not fit on this machine, which has {found}"
         )
     if missing := _place(free, server.verifiers, settings.verifier.gpus):
-        say(
+        problem = (
             f"{missing} of {server.verifiers} verifiers (server.verifiers) will wait for a GPU: each takes"
             f" {settings.verifier.gpus:g} (verifier.gpus), and that is not left of this machine's {found}"
         )
+        if missing == server.verifiers and not engine.decodes:
+            raise LaunchFailed(f"{problem}; with engine.kind canonical nothing would be answered")
+        say(problem)
 
 
 def _place(free: list[float], count: int, share: float) -> int:

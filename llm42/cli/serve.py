@@ -76,7 +76,8 @@ def _announce(url: str, settings: Settings, problem: str) -> None:
     curl += f" -d {shlex.quote(json.dumps(body))}"
     out.print(f"[bold green]Ready[/]: {escape(model.name)} on {url} ({model.dtype}, {model.device})")
     if problem:
-        out.print(f"[bold yellow]Best-effort only:[/] {escape(problem)}")
+        left = "Best-effort only" if settings.engine.decodes else "Nothing is answered yet"
+        out.print(f"[bold yellow]{left}:[/] {escape(problem)}")
     kind = "best-effort" if problem else "deterministic: the same bits each time, under any load"
     out.print(f"\nAsk it something ({kind}):\n")
     print(curl, flush=True)  # unwrapped, so that it can be pasted

@@ -2,6 +2,7 @@
 start. helm/serve_config.py writes serve_config.yaml from it, helm/generate.py the chart's schema."""
 
 from llm42.config.audit import AuditSettings as AuditSettings
+from llm42.config.engine import CanonicalSettings as CanonicalSettings
 from llm42.config.engine import EngineSettings as EngineSettings
 from llm42.config.engine import VllmSettings as VllmSettings
 from llm42.config.model import ModelSettings as ModelSettings
@@ -9,6 +10,7 @@ from llm42.config.server import ApiKeySettings as ApiKeySettings
 from llm42.config.server import ServerSettings as ServerSettings
 from llm42.config.session import SessionSettings as SessionSettings
 from llm42.config.telemetry import TelemetrySettings as TelemetrySettings
+from llm42.config.tree import BY_OTHERS as BY_OTHERS
 from llm42.config.tree import Settings as Settings
 from llm42.config.verifier import GPU_DEFAULTS as GPU_DEFAULTS
 from llm42.config.verifier import VerifierSettings as VerifierSettings

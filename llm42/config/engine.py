@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from llm42.config.section import TEST_PLANT, PositiveShare, Section, Share
 from llm42.host.cores import usable_cores
@@ -44,12 +44,21 @@ class VllmSettings(Section):
     is refused."""
 
 
+class CanonicalSettings(Section):
+    """The canonical layout (`kind: canonical`). Of the other fields of `engine` it uses `resources`."""
+
+    max_num_seqs: PositiveInt = 256
+    """Requests of a replica that verifiers decode together."""
+
+
 class EngineSettings(Section):
     """The fast path: what decodes, and proposes candidates to the verifier."""
 
-    kind: Literal["torch", "vllm"] = "torch"
-    """torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e '.[vllm]')."""
+    kind: Literal["torch", "vllm", "canonical"] = "torch"
+    """torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e '.[vllm]').
+    canonical: no fast path; the verifiers decode every request, best effort too, and have the GPUs."""
     vllm: VllmSettings = VllmSettings()
+    canonical: CanonicalSettings = CanonicalSettings()
     kv_tokens: PositiveInt = 16384
     """KV cache of a fast-path replica, in tokens."""
     block_size: PositiveInt = 16
@@ -70,14 +79,24 @@ class EngineSettings(Section):
     """Test plant: this share of the candidates is made wrong. Deterministic output does not change by it."""
 
     @property
+    def decodes(self) -> bool:
+        """Whether a replica has an engine. Without one verifiers decode all requests."""
+        return not has_no_engine(self.kind)
+
+    @property
     def places(self) -> int:
-        """Requests that a replica decodes together."""
-        return self.vllm.max_num_seqs if self.kind == "vllm" else self.max_batch
+        """Requests that are decoded together for a replica."""
+        most = {
+            "torch": self.max_batch,
+            "vllm": self.vllm.max_num_seqs,
+            "canonical": self.canonical.max_num_seqs,
+        }
+        return most[self.kind]
 
     @property
     def gpus_per_replica(self) -> int:
         """GPUs that a replica computes on, when model.device is cuda; Ray reserves `gpus` of each."""
-        return self.vllm.tensor_parallel_size if self.kind == "vllm" else 1
+        return {"torch": 1, "vllm": self.vllm.tensor_parallel_size, "canonical": 0}[self.kind]
 
     @property
     def shares_weights(self) -> bool:
@@ -88,7 +107,7 @@ class EngineSettings(Section):
     @property
     def draws_by_seed(self) -> bool:
         """Whether the seed that a best-effort request without one is given would repeat it."""
-        return self.kind == "torch"
+        return self.kind != "vllm"
 
     @property
     def takes_schemas(self) -> bool:
@@ -98,5 +117,18 @@ class EngineSettings(Section):
     @property
     def thread_count(self) -> int:
         """CPU threads: as configured, or half of the cores that this process may use, so that a verifier has
-        room beside it."""
-        return self.threads or max(1, usable_cores() // 2)
+        room beside it; 0 without an engine."""
+        return (self.threads or max(1, usable_cores() // 2)) if self.decodes else 0
+
+    @model_validator(mode="after")
+    def _something_to_corrupt(self) -> EngineSettings:
+        if self.corrupt_share and not self.decodes:
+            raise ValueError(
+                "engine.corrupt_share makes candidates wrong, and engine.kind canonical has none: set it to 0"
+            )
+        return self
+
+
+def has_no_engine(kind: object) -> bool:
+    """Whether `engine.kind`, as a configuration has it, leaves all decoding to the verifiers."""
+    return kind == "canonical"

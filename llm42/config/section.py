@@ -29,3 +29,9 @@ class Section(BaseModel):
 
 TEST_PLANT = "test plant"
 """In a field's `Annotated`: it breaks something on purpose, and serve_config.yaml does not have it."""
+
+
+def or_null(schema: dict[str, Any]) -> None:
+    """The schema of a field whose null `Settings` replaces."""
+    alone = {key: schema.pop(key) for key in set(schema) - {"title", "description", "default"}}
+    schema["anyOf"] = [alone, {"type": "null"}]

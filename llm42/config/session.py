@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from llm42.config.section import Section
+from llm42.config.section import Section, or_null
 
 
 class SessionSettings(Section):
     """The decode-verify-rollback session of a deterministic request."""
 
-    mode: Literal["verify", "direct"] = "verify"
+    mode: Literal["verify", "direct"] = Field("verify", json_schema_extra=or_null)
     """verify: the fast path decodes and the verifier checks it in windows. direct: the verifier decodes by
-    itself. The output is the same."""
+    itself. The output is the same. null: verify, but direct with engine.kind canonical."""
     credit: PositiveInt = 64
     """How many tokens the verifier may decode by itself before the replica must have said that somebody still
     reads them; said anew when half of them are used."""

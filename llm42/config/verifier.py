@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from llm42.config.section import Section, Share
+from llm42.config.section import PositiveShare, Section, Share, or_null
 
 GPU_DEFAULTS: dict[str, Any] = {
     "block_size": 64,
@@ -17,20 +17,18 @@ GPU_DEFAULTS: dict[str, Any] = {
 null is the field's default."""
 
 
-def _or_null(schema: dict[str, Any]) -> None:
-    """The schema of a field whose null `Settings` replaces."""
-    alone = {key: schema.pop(key) for key in set(schema) - {"title", "description", "default"}}
-    schema["anyOf"] = [alone, {"type": "null"}]
-
-
 class VerifierSettings(Section):
     """The canonical verifier: its tokens are the deterministic output."""
 
-    kv_tokens: PositiveInt = Field(16384, json_schema_extra=_or_null)
-    """KV cache of a verifier, in tokens. null: by model.device, 16384 on a CPU, 131072 on a GPU."""
-    block_size: PositiveInt = Field(16, json_schema_extra=_or_null)
+    kv_tokens: PositiveInt | None = 16384
+    """KV cache of a verifier, in tokens. null: by model.device, 16384 on a CPU, 131072 on a GPU, where
+    engine.kind canonical takes what is left under gpu_memory_utilization instead."""
+    gpu_memory_utilization: PositiveShare = 0.9
+    """Share of the GPU's memory that may be in use, by whomever, once a verifier has started: where kv_tokens
+    is to be what is left."""
+    block_size: PositiveInt = Field(16, json_schema_extra=or_null)
     """Tokens of a KV block. null: by model.device, 16 on a CPU, 64 on a GPU."""
-    buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), json_schema_extra=_or_null)
+    buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), json_schema_extra=or_null)
     """Step sizes, in rows. Certification keeps those that give the same bits on this machine. null: by
     model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU, and powers of two from 1 to 1024 on a GPU."""
     threads: Annotated[int, Field(ge=1)] = 1
@@ -42,8 +40,9 @@ class VerifierSettings(Section):
     logits_dtype: Literal["auto", "float32", "activation"] = "auto"
     """activation: logits are rounded to model.dtype before anything else, as vLLM does unless its
     head_dtype is float32. auto: activation with affinity vllm, else float32."""
-    gpus: PositiveFloat = 0.1
-    """GPUs that Ray reserves for a verifier, when model.device is cuda."""
+    gpus: PositiveFloat = Field(0.1, json_schema_extra=or_null)
+    """GPUs that Ray reserves for a verifier, when model.device is cuda. null: 0.1, beside a replica; all of
+    one (1) with engine.kind canonical."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Other Ray resources that a verifier needs: they decide which nodes it may be on."""
     target_queue_s: PositiveFloat = 0.5

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from llm42.config import EngineSettings, Settings
 from llm42.engine.base import Engine
 from llm42.engine.corrupt import CorruptingEngine
+from llm42.engine.none import NoEngine
 
 if TYPE_CHECKING:  # who only asks for the library does not load PyTorch
     from llm42.models.weights import LoadedModel
@@ -30,6 +31,8 @@ def build_engine(
     model: weights that this process holds already; vLLM loads its own, in a process of its own. operators:
     the torch engine's, where they are not the device's ordinary ones.
     """
+    if not settings.engine.decodes:
+        return NoEngine()
     if settings.engine.kind == "vllm":
         from llm42.engine.vllm.engine import VllmEngine
 

@@ -12,6 +12,7 @@ from llm42.checkpoint.load import load_for, require_device
 from llm42.config import Settings
 from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
+from llm42.errors import NoFastPath
 from llm42.models.weights import LoadedModel
 from llm42.protocol import Commit, Delta, Failure, Request, RequestStats, Window
 from llm42.session.driver import Generator
@@ -71,8 +72,10 @@ class Local:
         operators: Callable[[Certificate], Operators | None] = lambda _: None,
     ) -> None:
         """Loads the model once for both sides; a verifier is certified. verifier: for deterministic requests
-        and stored answers. engine: for requests of either kind. operators: the torch engine's, beside the
+        and stored answers. engine: for requests of either kind; where the settings have none, a verifier
+        answers both. operators: the torch engine's, beside the
         verifier that has this certificate; None: its own. Raises LLM42Error."""
+        verifier = verifier or (engine and not settings.engine.decodes)
         self.settings, self._tracer = settings, make_tracer(settings.telemetry, "embedded")
         with ExitStack() as started:
             started.callback(self._tracer.close)
@@ -125,6 +128,15 @@ class Local:
         self._started.close()
 
 
+def require_fast_path(settings: Settings) -> None:
+    """Raises NoFastPath for settings without one. For commands that are about the fast path."""
+    if not settings.engine.decodes:
+        raise NoFastPath(
+            "engine.kind canonical has no fast path, hence no candidates, windows and rollbacks to show: set"
+            " engine.kind to torch or vllm (with session.mode null), or use serve_config.yaml"
+        )
+
+
 def _certified(
     settings: Settings, model: LoadedModel, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[Certificate, Verifier]:
@@ -142,7 +154,7 @@ def _engine(
     settings: Settings, model: LoadedModel | None, operators: Operators | None, progress: Progress
 ) -> Engine:
     """The engine that the settings name, started."""
-    if settings.engine.shares_weights:
+    if settings.engine.shares_weights or not settings.engine.decodes:
         return build_engine(settings, model, operators)
     progress("Starting vLLM")
     # in a service, too, it has the verifiers' environment only where their products shall agree

@@ -75,13 +75,15 @@ class Drive(ABC):
         asked = self.verifier, self.request, self.settings, self.owner.tracer, stats
         logprobs, self.fingerprint = await score_prompt(*asked)
         last = not self.request.max_tokens
-        return Delta(
-            (),
-            "",
-            finish_reason=FinishReason.LENGTH if last else None,
-            fingerprint=self.fingerprint,
-            stats=stats if last else None,
-            prompt_logprobs=logprobs,
+        return self._as_asked(
+            Delta(
+                (),
+                "",
+                finish_reason=FinishReason.LENGTH if last else None,
+                fingerprint=self.fingerprint,
+                stats=stats if last else None,
+                prompt_logprobs=logprobs,
+            )
         )
 
     def commit(self, commit: Commit) -> list[Action]:
@@ -102,7 +104,13 @@ class Drive(ABC):
         """Committed tokens as the client gets them; a stop string in their text ends the session."""
         tokens, logprobs, session = emitted.tokens, emitted.logprobs, self.session
         of_request = self.owner.tokenizer, self.request, self.text
-        return to_delta(*of_request, tokens, logprobs, session.finish, session, fingerprint)
+        delta = to_delta(*of_request, tokens, logprobs, session.finish, session, fingerprint)
+        return self._as_asked(delta)
+
+    def _as_asked(self, delta: Delta) -> Delta:
+        """To a request that did not ask for determinism no fingerprint promises anything, and what it cost
+        the verifier is not told."""
+        return delta if self.request.deterministic else replace(delta, fingerprint=None, stats=None)
 
     def on_retry(self) -> None:
         """Counts that the verifier is asked once more."""

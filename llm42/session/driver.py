@@ -1,8 +1,9 @@
 """Runs requests: connects an engine, a verifier client and a tokenizer, and streams deltas.
 
 A deterministic request is a session (llm42/session/machine.py) driven by two kinds of events, candidates and
-commits, or by commits alone (direct.py); a best-effort request passes the engine's output through. Leaving
-the generator, for whatever reason, frees everything.
+commits, or by commits alone (direct.py); a best-effort request passes the engine's output through or, where
+there is no engine, is decoded as a deterministic one. Leaving the generator, for whatever reason, frees
+everything.
 """
 
 from __future__ import annotations
@@ -68,16 +69,21 @@ class Generator:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
-        run = self._deterministic if request.deterministic else self._best_effort
+        verified = request.deterministic or not self.settings.engine.decodes
+        run = self._verified if verified else self._best_effort
         text = OutputText.of(self.tokenizer, request)
         text.push(request.output)  # the client has it: what follows is the same as if it had come from here
-        async with aclosing(run(request, text)) as deltas:
-            async for delta in deltas:
-                yield delta
+        read_along = request.stream and not request.deterministic
+        self._streams += read_along
+        try:
+            async with aclosing(run(request, text)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._streams -= read_along
 
     async def _best_effort(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
         inbox: Inbox[LLM42Error] = Inbox()
-        self._streams += request.stream
         try:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
                 self.engine.submit(replace(request, max_tokens=1), inbox.sink, 1)
@@ -97,7 +103,6 @@ class Generator:
                 if finish is None and (delay_s := self._text_delay_s(request)):
                     await inbox.wait(NONE, delay_s)
         finally:
-            self._streams -= request.stream
             self.engine.abort(request.request_id)
 
     def _delta(self, request: Request, text: OutputText, output: EngineOutput) -> Delta:
@@ -118,17 +123,22 @@ class Generator:
         be seen at once, or its request decodes on. The caller joins such deltas afterwards."""
         return 0.0 if request.stop else self.pause_s(request)
 
-    async def _deterministic(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
-        if self.verifier is None:
-            raise VerifierUnavailable("this replica has no verifier")
-        needed, room = len(request.prompt) + request.max_tokens, self.settings.verifier.kv_tokens
-        if needed > room:
+    def _require_kv(self, request: Request, verifier: VerifierClient) -> None:
+        """Raises RequestRejected for what no verifier could hold."""
+        needed = len(request.prompt) + request.max_tokens
+        room = verifier.kv_tokens or self.settings.verifier.kv_tokens
+        if room is not None and needed > room:
             raise RequestRejected(
                 f"prompt and max_tokens need {needed} tokens of KV cache; a verifier has {room}"
                 " (verifier.kv_tokens)",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+
+    async def _verified(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
+        if self.verifier is None:
+            raise VerifierUnavailable("this replica has no verifier")
+        self._require_kv(request, self.verifier)
         direct = self.settings.session.mode == "direct"
         if direct and request.request_id in self._decoded_directly:
             raise EngineFailed(SAME_ID)

@@ -15,6 +15,12 @@ Sink = Callable[[Commit | Failure | LLM42Error], None]
 class VerifierClient(Protocol):
     """Where a session's windows go. Answers come in the order of the windows."""
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """KV of the verifier that has most of it, in tokens: a longer request can never be answered. None:
+        not known."""
+        ...
+
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
         pure."""

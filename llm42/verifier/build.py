@@ -141,8 +141,7 @@ def _that_answers_as_known(
 ) -> Verifier | None:
     """A verifier with a certificate's providers; None if it computes other known answers than the
     certificate has."""
-    v = settings.verifier
-    blocks = -(-v.kv_tokens // v.block_size)
+    v, blocks = settings.verifier, _kv_blocks(settings, model, certificate)
     hold = hold_threads if device_kind(model.device) == "cpu" else set_threads
     verifier = Verifier(
         _runner(settings, model, certificate, blocks),
@@ -158,6 +157,16 @@ def _that_answers_as_known(
     with torch_threads(v.threads):
         found = golden_answers_now(verifier, certificate.golden.tokens)
     return verifier if found == certificate.golden else None
+
+
+def _kv_blocks(settings: Settings, model: LoadedModel, certificate: Certificate) -> int:
+    """As configured, or as many as fit the GPU."""
+    v = settings.verifier
+    if v.kv_tokens is not None:
+        return -(-v.kv_tokens // v.block_size)
+    from llm42.verifier.cuda.memory import kv_blocks
+
+    return kv_blocks(model, settings, certificate.buckets[-1])
 
 
 def _runner(settings: Settings, model: LoadedModel, certificate: Certificate, blocks: int) -> Runner:

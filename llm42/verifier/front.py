@@ -72,6 +72,11 @@ class Front(ABC):
         return not self._closed and self._thread is not None and self._thread.is_alive()
 
     @property
+    def kv_tokens(self) -> int:
+        """The KV cache, in tokens."""
+        return self._pool.num_blocks * self._pool.block_size
+
+    @property
     def stalled_s(self) -> float:
         """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
         since = self._working_since

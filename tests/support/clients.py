@@ -18,6 +18,11 @@ class Wrapped:
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """The verifier's own."""
+        return self.verifier.kv_tokens
+
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """Awaits the verifier's own answers."""
         return await self.verifier.verify(windows)

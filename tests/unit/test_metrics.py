@@ -64,7 +64,7 @@ def test_an_incomplete_definition_is_noticed() -> None:
     assert len(problems(wrong)) == 4
 
 
-STARTS = {"unsupported_model", "model_file_error", "launch_failed", "certification_failed"}
+STARTS = {"unsupported_model", "model_file_error", "launch_failed", "certification_failed", "no_fast_path"}
 """Codes of what ends a command or a start: no client has a reply with them."""
 
 

@@ -4,6 +4,7 @@ A free place goes to the class that uses less of its share, so neither class wai
 deterministic requests run follows the verifiers: the limit falls by a part when windows wait too long for a
 verifier and rises by one per round of commits that did not (additive increase, multiplicative decrease; Chiu
 and Jain 1989). So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
+Where verifiers decode everything, the limit is one for both classes together.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ class Admission:
         deterministic_share: float,
         target_queue_s: float,
         clock: Callable[[], float] = time.monotonic,
+        all_verified: bool = False,
     ) -> None:
-        """places: requests that may run; max_queued: requests of one class that may wait."""
+        """places: requests that may run; max_queued: requests of one class that may wait. all_verified: the
+        verifiers are asked for best effort too."""
         self.places, self.max_queued, self._target_queue_s = places, max_queued, target_queue_s
         rest = max(1e-6, 1.0 - deterministic_share)
         self.classes = {True: Class(deterministic_share), False: Class(rest)}
+        self._limited = (True, False) if all_verified else (True,)
+        """The classes that verifiers are asked for."""
         self.deterministic_limit = float(places)
         self._clock, self._decreased = clock, float("-inf")
 
@@ -60,14 +65,13 @@ class Admission:
 
     def observe(self, queue_s: float) -> None:
         """A commit whose window waited `queue_s` seconds for its verifier."""
-        mine = self.classes[True]
         if queue_s <= self._target_queue_s:
             self.deterministic_limit += 1.0 / max(1.0, self.deterministic_limit)
             self.deterministic_limit = min(float(self.places), self.deterministic_limit)
             self._hand_out()
         elif (now := self._clock()) - self._decreased >= DECREASE_EVERY_S:
             self._decreased = now
-            self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, mine.running))
+            self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, self._verified))
 
     async def _enter(self, deterministic: bool) -> None:
         mine = self.classes[deterministic]
@@ -92,7 +96,12 @@ class Admission:
     def _may_start(self, deterministic: bool) -> bool:
         if sum(c.running for c in self.classes.values()) >= self.places:
             return False
-        return not deterministic or self.classes[True].running < max(1, int(self.deterministic_limit))
+        return deterministic not in self._limited or self._verified < max(1, int(self.deterministic_limit))
+
+    @property
+    def _verified(self) -> int:
+        """Running requests that verifiers are asked for."""
+        return sum(self.classes[d].running for d in self._limited)
 
     def _hand_out(self) -> None:
         """Gives free places to those that wait, the class that uses less of its share first."""

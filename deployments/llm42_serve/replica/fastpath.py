@@ -1,4 +1,5 @@
-"""The fast-path deployment: one engine, one decode-verify-rollback session per deterministic request."""
+"""The fast-path deployment: one engine, one decode-verify-rollback session per deterministic request. In the
+canonical layout it has no engine: verifiers decode what it is asked for."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from ray import serve
 from llm42.api.backend import Status
 from llm42.api.deltas import coalesce
 from llm42.config import Settings
+from llm42.engine.base import EngineLoad
 from llm42.errors import LLM42Error, VerifierUnavailable, VersionSkew
 from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts, require_agreement
@@ -30,9 +32,10 @@ REPORT_S = 1.0
 
 
 def admission_for(settings: Settings) -> Admission:
-    """As many places as the engine decodes together; the rest waits outside of it, by class."""
-    server, queue_s = settings.server, settings.verifier.target_queue_s
-    return Admission(settings.engine.places, server.max_queued, server.deterministic_share, queue_s)
+    """As many places as are decoded together; the rest waits outside, by class."""
+    engine, server, queue_s = settings.engine, settings.server, settings.verifier.target_queue_s
+    limits = (server.max_queued, server.deterministic_share, queue_s)
+    return Admission(engine.places, *limits, all_verified=not engine.decodes)
 
 
 class FastPath:
@@ -73,8 +76,9 @@ class FastPath:
         raised: so they keep their type through Serve.
         """
         try:
-            if request.deterministic:
+            if request.deterministic or not self._settings.engine.decodes:
                 await self._pool.require_ready()
+            if request.deterministic:
                 agreed = self._agreed(facts)  # should other verifiers take over: they were not compared
                 request = replace(request, fingerprint=request.fingerprint or agreed)
             async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
@@ -86,7 +90,8 @@ class FastPath:
 
     async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
-        if request.stop and not request.deterministic:  # the others' tokens come joined already
+        as_decoded = request.stop or not self._settings.engine.decodes
+        if as_decoded and not request.deterministic:  # the others' tokens come joined already
             source = coalesce(source, self._generator.pause_s(request))
         first = True
         async with aclosing(source) as deltas:
@@ -137,14 +142,14 @@ class FastPath:
 
     async def status(self, facts: Facts | None = None) -> Status:
         """For /health: never waits for the engine or a verifier. facts: of who asks."""
-        load, members, skew = self._engine.load(), self._pool.members, ""
+        load, members, skew = self._load(), self._pool.members, ""
         try:
             if self._pool.ready:
                 self._agreed(facts)
         except VersionSkew as error:
             skew = str(error)
         return Status(
-            serving=self._engine.alive,
+            serving=self._engine.alive and (self._settings.engine.decodes or bool(self._pool.ready)),
             replica=self._replica,
             node=node_id(),
             served=self._served,
@@ -161,6 +166,10 @@ class FastPath:
             verifier_states=tuple(x.status.state if x.status else "unreachable" for x in members),
         )
 
+    def _load(self) -> EngineLoad:
+        """What is being decoded for this replica."""
+        return self._engine.load() if self._settings.engine.decodes else self._pool.load()
+
     async def check_health(self) -> None:
         """Serve replaces this replica when its engine's loop has ended."""
         if not self._engine.alive:
@@ -170,7 +179,7 @@ class FastPath:
         engine, cpu = self._settings.engine, self._settings.model.device == "cpu"
         preempted, devices = 0, engine.thread_count if cpu else engine.gpus_per_replica * engine.gpus
         while True:
-            load = self._engine.load()
+            load = self._load()
             self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.KV_TOTAL, load.kv_total)
             self._metrics.set(m.FASTPATH_DEVICES, devices)

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
+from llm42.engine.base import EngineLoad
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Window
@@ -76,6 +77,16 @@ class VerifierPool:
         """Members that can be asked."""
         return [m for m in self.members if m.ready]
 
+    @property
+    def kv_tokens(self) -> int | None:
+        """As llm42/session/interfaces.py has it, of those that are ready and say it."""
+        return max((m.status.kv_tokens for m in self.ready if m.status), default=0) or None
+
+    def load(self) -> EngineLoad:
+        """The requests of this replica that verifiers decode by themselves. Their KV is the verifiers' to
+        report."""
+        return EngineLoad(len(self._following), 0, 0, 0)
+
     async def require_ready(self) -> None:
         """Raises VerifierUnavailable, with the reason, when no verifier can answer now.
 
@@ -99,7 +110,7 @@ class VerifierPool:
         return bool(self.members) and all(m.status and m.status.state == "failed" for m in self.members)
 
     def explain(self) -> str:
-        """Why deterministic requests cannot be served; empty when they can."""
+        """Why what a verifier computes cannot be had; empty when it can."""
         if self.ready:
             return ""
         if self._settings.server.verifiers == 0:

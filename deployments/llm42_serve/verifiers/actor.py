@@ -55,6 +55,8 @@ class VerifierStatus:
     """Ray's id of the node it runs on."""
     request: Mapping[str, Any] | None = None
     """What its manifest says of the request side (llm42/fingerprint/request.py), when it is ready."""
+    kv_tokens: int = 0
+    """Its KV cache, in tokens, when it is ready; 0 of a release that did not say."""
 
 
 def node_id() -> str:
@@ -163,7 +165,8 @@ class VerifierActor:
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
         facts = self._verifier.manifest.get("request")
-        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts)
+        kv_tokens = self._verifier.kv_tokens
+        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, kv_tokens)
 
     async def verify(self, windows: list[Window], cold: bool = False) -> list[Commit | Failure]:
         """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises
