@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from llm42.config import GPU_DEFAULTS, SessionSettings, Settings
+from llm42.config import BY_OTHERS, SessionSettings, Settings
 from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
@@ -19,6 +19,8 @@ from llm42_serve.preflight import require_free_port
 from tests.chart.generate import load
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
+VARIANTS = {"": CONFIG, "canonical": CONFIG.with_suffix(".canonical.yaml")}
+both_files = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -29,9 +31,11 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@both_files
 @pytest.mark.usefixtures("shipped_defaults")
-def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> None:
-    data = yaml.safe_load(CONFIG.read_text())
+def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default(variant: str) -> None:
+    """But for the kind of engine of a variant."""
+    data = yaml.safe_load(VARIANTS[variant].read_text())
     (app,) = ServeDeploySchema.model_validate(data).applications
     assert app.import_path == "llm42_serve.app:build"
     written = leaves(app.args)
@@ -40,22 +44,25 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default() -> N
     assert set(defaults) - set(written) == elsewhere | {"engine.corrupt_share"}, (
         "the test plant is not for it"
     )
-    by_device = {f"verifier.{name}" for name in GPU_DEFAULTS}
-    assert {name for name, value in written.items() if value != defaults[name]} == by_device
-    assert all(written[name] is None for name in by_device)
-    assert read_serve_config(CONFIG) == absolute(Settings())
+    own = {"engine.kind"} if variant else set()
+    assert {name for name, value in written.items() if value != defaults[name]} == own | set(BY_OTHERS)
+    assert all(written[name] is None for name in BY_OTHERS)
+    shipped = Settings.load({"engine": {"kind": variant}} if variant else {})
+    assert read_serve_config(VARIANTS[variant]) == absolute(shipped)
 
 
+@both_files
 @pytest.mark.usefixtures("shipped_defaults")
-def test_it_is_what_the_generator_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    serve_config = load("serve_config").serve_config
-    assert CONFIG.read_text() == serve_config(), "python helm/serve_config.py > serve_config.yaml"
+def test_it_is_what_the_generator_writes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_config, text = load("serve_config").serve_config, VARIANTS[variant].read_text()
+    assert text == serve_config(variant), f"python helm/serve_config.py {variant} > {VARIANTS[variant].name}"
     monkeypatch.setattr(SessionSettings.model_fields["lookahead"], "description", "Another one.")
-    assert CONFIG.read_text() != serve_config(), "the control"
+    assert text != serve_config(variant), "the control"
 
 
-def test_every_setting_has_a_comment_near_it() -> None:
-    lines = CONFIG.read_text().splitlines()
+@both_files
+def test_every_setting_has_a_comment_near_it(variant: str) -> None:
+    lines = VARIANTS[variant].read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip() == "model:")
     for i, line in enumerate(lines[start:], start):
         if line.startswith(" " * 8) and not line.strip().startswith("#"):
@@ -69,7 +76,7 @@ def test_a_gpu_has_step_sizes_of_its_own_unless_told_otherwise() -> None:
     told = Settings.load({"model": {"device": "cuda"}, "verifier": {"buckets": [8], "block_size": 128}})
     assert (told.verifier.block_size, told.verifier.buckets) == (128, (8,))
     assert Settings().verifier.block_size == 16
-    unsaid = {"kv_tokens": None, "block_size": None, "buckets": None}
+    unsaid = {"kv_tokens": None, "block_size": None, "buckets": None, "gpus": None}
     for model in ({"device": "cpu"}, {"device": "cuda"}, {}):
         assert Settings.load({"model": model, "verifier": unsaid}) == Settings.load({"model": model})
     again = Settings.load(told.model_dump(mode="json"))
