@@ -132,7 +132,7 @@ def demands(example: str) -> tuple[dict[str, float], dict[str, float]]:
     config = helm.serve_config(helm.render(helm.example(example)))
     s = Settings.load(config["applications"][0]["args"])
     gpu = s.model.device == "cuda"
-    fast = {"GPU": s.engine.gpus if gpu else 0, **s.engine.resources}
+    fast = {"GPU": s.engine.gpus if gpu and s.engine.gpus_per_replica else 0, **s.engine.resources}
     return fast, {"GPU": s.verifier.gpus if gpu else 0, **s.verifier.resources}
 
 
@@ -143,6 +143,19 @@ def test_dedicated_roles_fit_their_own_pods_only() -> None:
     assert not fits(fast, pods["verifier"])
     assert not fits(verifier, pods["fast-path"])
     assert not fits({"CPU": 0.1}, pods["headgroup"]), "no replica on the head"
+
+
+def test_replicas_without_an_engine_have_pods_without_a_gpu() -> None:
+    pods, (fast, verifier) = announced("gpu-canonical"), demands("gpu-canonical")
+    assert (fast["GPU"], pods["fast-path"].get("GPU", 0)) == (0, 0)
+    assert (verifier["GPU"], pods["verifier"]["GPU"]) == (1, 1), "a verifier has its GPU to itself"
+    assert fits(fast, pods["fast-path"])
+    assert fits(verifier, pods["verifier"])
+    assert not fits(fast, pods["verifier"]), "no replica takes a verifier's place"
+    args = helm.serve_config(helm.render(helm.example("gpu-canonical")))["applications"][0]["args"]
+    (replica,) = _inner(build(args))
+    assert "num_gpus" not in replica.ray_actor_options
+    assert args["server"]["verifiers"] == 2
 
 
 def test_colocated_roles_fit_one_pod_together() -> None:

@@ -10,8 +10,8 @@ import yaml
 
 from tests.chart import helm
 
-COLOCATED, PLUS_ONE, MULTI, LOCKED = (
-    helm.example(n) for n in ("gpu-colocated", "gpu-4-plus-1", "multi-node", "locked-down")
+COLOCATED, PLUS_ONE, MULTI, LOCKED, CANONICAL = (
+    helm.example(n) for n in ("gpu-colocated", "gpu-4-plus-1", "multi-node", "locked-down", "gpu-canonical")
 )
 
 
@@ -59,6 +59,14 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (None, "ingress: {enabled: true, host: a, path: '/llm(/|$)(.*)'}", "is a pattern"),
         (None, "config: {engine: {kind: vllm}}", "needs config.model.device: cuda"),
         (None, "config: {model: {device: cuda}}", "fastPath.gpu.count is 0"),
+        (CANONICAL, "verifier: {dedicated: false}", "fastPath.gpu.count is 0"),
+        (CANONICAL, "fastPath: {gpu: {count: 1}}", "replicas take no GPU"),
+        (
+            CANONICAL,
+            "{verifier: {dedicated: false}, fastPath: {gpu: {count: 1}}, config: {verifier: {gpus: 2}}}",
+            "its replica and verifier take 2",
+        ),
+        (CANONICAL, "config: {engine: {kind: torch}}", "fastPath.gpu.count is 0"),
         (None, "fastPath: {gpu: {count: 1}}", "set it to cuda"),
         (None, "model: {path: relative}", "absolute path inside the image"),
         (None, "model: {source: pvc, path: x}", "model.pvc.claimName"),

@@ -91,6 +91,18 @@ def test_on_a_gpu_ray_reserves_shares_of_it() -> None:
     assert "num_gpus" not in plain.ray_actor_options
 
 
+def test_without_an_engine_a_replica_takes_no_gpu_and_needs_no_products() -> None:
+    """But it keeps what says on which nodes it may be."""
+    tree = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}}
+    engine = {"gpus": 0.75, "resources": {"here": 1}}
+    for kind, gpus in (("canonical", None), ("torch", 0.75)):
+        app = build(tree | {"engine": engine | {"kind": kind}})
+        (fastpath,) = [d for d in _deployments(app) if d.name == "FastPath"]
+        options = fastpath.ray_actor_options
+        assert (options.get("num_gpus"), options["resources"]) == (gpus, {"here": 1})
+        assert ("runtime_env" in options) == (gpus is not None)
+
+
 def test_affinity_gives_both_sides_the_same_products_and_rounding() -> None:
     near = {"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}}
     (fastpath,) = [d for d in _deployments(build(near)) if d.name == "FastPath"]

@@ -98,6 +98,8 @@ def test_a_gpu_that_is_not_there(place: Path, monkeypatch: pytest.MonkeyPatch) -
         (1, {"engine": {"gpus": 1.0}, "server": {"verifiers": 0}}, True, 0),
         (2, {"engine": {"gpus": 2}, "server": {"verifiers": 0}}, True, 0),
         (1, {"engine": {"gpus": 2}}, False, 0),
+        (1, {"engine": {"kind": "canonical"}, "server": {"fastpath_replicas": 4}}, True, 0),
+        (1, {"engine": {"kind": "canonical"}, "server": {"verifiers": 2}}, True, 1),
         (2, {"engine": {"kind": "vllm", "gpus": 1, "vllm": {"tensor_parallel_size": 2}}}, True, 1),
         (1, {"engine": {"kind": "vllm", "gpus": 1, "vllm": {"tensor_parallel_size": 2}}}, False, 0),
     ],
@@ -118,6 +120,21 @@ def test_gpus_that_ray_would_wait_for(
         return
     with pytest.raises(LaunchFailed, match=f"do not fit on this machine, which has {gpus}"):
         check(asked, said.append)
+
+
+@pytest.mark.parametrize(("kind", "starts"), [("canonical", False), ("torch", True)])
+def test_verifiers_that_have_no_gpu(
+    place: Path, monkeypatch: pytest.MonkeyPatch, kind: str, starts: bool
+) -> None:
+    """Beside an engine they may come later; without one nothing would ever be answered."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = settings_of(place, model={"device": "cuda"}, engine={"kind": kind}, verifier={"gpus": 2})
+    if starts:
+        check(asked)
+        return
+    with pytest.raises(LaunchFailed, match=r"1 of 1 verifiers .* nothing would be answered"):
+        check(asked)
 
 
 def deployment(status: str, message: str) -> SimpleNamespace:

@@ -4,7 +4,9 @@
 {{- $cuda := eq (dig "model" "device" "cpu" $v.config) "cuda" -}}
 {{- $engine := default dict $v.config.engine -}}
 {{- $vllm := default dict $engine.vllm -}}
-{{- $isVllm := eq (default "torch" $engine.kind) "vllm" -}}
+{{- $kind := default "torch" $engine.kind -}}
+{{- $isVllm := eq $kind "vllm" -}}
+{{- $alone := eq $kind "canonical" -}}
 {{- $tp := ternary (int (default 1 $vllm.tensor_parallel_size)) 1 $isVllm -}}
 {{- $gpus := int $v.fastPath.gpu.count -}}
 {{- $hosts := int $v.fastPath.hosts -}}
@@ -22,7 +24,10 @@
 {{- end -}}
 {{- include "llm42.validateModel" . -}}
 
-{{- if and $cuda (lt $gpus 1) -}}
+{{- if and $alone $v.verifier.dedicated (gt $gpus 0) -}}
+{{- fail "fastPath.gpu.count: with config.engine.kind canonical replicas take no GPU, and dedicated verifiers have their own: set it to 0" -}}
+{{- end -}}
+{{- if and $cuda (lt $gpus 1) (not (and $alone $v.verifier.dedicated)) -}}
 {{- fail "config.model.device is cuda, but fastPath.gpu.count is 0: ask for at least one GPU a pod" -}}
 {{- end -}}
 {{- if and (not $cuda) (gt $gpus 0) -}}
@@ -38,8 +43,9 @@
 {{- fail "config.engine.kind vllm needs config.model.device: cuda" -}}
 {{- end -}}
 {{- if and $cuda (eq $hosts 1) -}}
-{{- $used := mulf (default 0.9 $engine.gpus) $tp -}}
-{{- if not $v.verifier.dedicated -}}{{- $used = addf $used (dig "verifier" "gpus" 0.1 $v.config) -}}{{- end -}}
+{{- $used := ternary 0.0 (mulf (default 0.9 $engine.gpus) $tp) $alone -}}
+{{- $verifier := default dict $v.config.verifier -}}
+{{- if not $v.verifier.dedicated -}}{{- $used = addf $used (default (ternary 1.0 0.1 $alone) $verifier.gpus) -}}{{- end -}}
 {{- if gt $used (float64 $gpus) -}}
 {{- fail (printf "fastPath.gpu.count is %d, but its replica%s %v: config.engine.gpus x config.engine.vllm.tensor_parallel_size%s" $gpus (ternary " takes" " and verifier take" $v.verifier.dedicated) $used (ternary "" " + config.verifier.gpus" $v.verifier.dedicated)) -}}
 {{- end -}}
