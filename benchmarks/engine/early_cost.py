@@ -73,6 +73,8 @@ def verifier_process(pipe: Pipe) -> None:
 class RemoteVerifier:
     """llm42.session.interfaces.VerifierClient over the pipe; every candidate counts as accepted."""
 
+    kv_tokens = KV_TOKENS
+
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._numbers = pipe, iter(range(1 << 62))
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}

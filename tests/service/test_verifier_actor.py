@@ -17,7 +17,7 @@ from llm42_serve.verifiers.actor import VerifierActor
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
+    return SimpleNamespace(fingerprint="a", manifest={}, kv_tokens=4096, **{**usual, **parts})
 
 
 @pytest.mark.parametrize("lost", [{"alive": False}, {"stalled_s": verifier_actor.STALLED_S + 1}])
@@ -64,7 +64,8 @@ async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytes
             break
         await asyncio.sleep(0.02)
     assert ("failed", True) in states
-    assert (await actor.status()).fingerprint == "a"
+    status = await actor.status()
+    assert (status.fingerprint, status.kv_tokens) == ("a", 4096)
     for task in actor._tasks:
         task.cancel()
 

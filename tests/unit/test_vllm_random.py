@@ -132,6 +132,8 @@ def canonical(tokens: Sequence[int], every: int) -> int:
 class PlainVerifier:
     """Verifies by the rule above."""
 
+    kv_tokens = None
+
     def __init__(self, every: int) -> None:
         self.every = every
 
