@@ -167,8 +167,11 @@ class FastPath:
         )
 
     def _load(self) -> EngineLoad:
-        """What is being decoded for this replica."""
-        return self._engine.load() if self._settings.engine.decodes else self._pool.load()
+        """What is being decoded for this replica. KV that is not an engine's is the verifiers' to report."""
+        if self._settings.engine.decodes:
+            found: EngineLoad = self._engine.load()
+            return found
+        return EngineLoad(self._pool.followed, 0, 0, 0)
 
     async def check_health(self) -> None:
         """Serve replaces this replica when its engine's loop has ended."""

@@ -17,7 +17,6 @@ from ray.exceptions import RayError
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
-from llm42.engine.base import EngineLoad
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
 from llm42.protocol import Commit, Window
@@ -82,10 +81,10 @@ class VerifierPool:
         """As llm42/session/interfaces.py has it, of those that are ready and say it."""
         return max((m.status.kv_tokens for m in self.ready if m.status), default=0) or None
 
-    def load(self) -> EngineLoad:
-        """The requests of this replica that verifiers decode by themselves. Their KV is the verifiers' to
-        report."""
-        return EngineLoad(len(self._following), 0, 0, 0)
+    @property
+    def followed(self) -> int:
+        """Requests of this replica that verifiers decode by themselves."""
+        return len(self._following)
 
     async def require_ready(self) -> None:
         """Raises VerifierUnavailable, with the reason, when no verifier can answer now.
