@@ -56,6 +56,7 @@ class Layout(World):
         boxes = Outboxes(self.verifier)
         handle = SimpleNamespace(
             verify=Call(lambda windows, cold: self.verifier.verify(windows, cold)),
+            verify_cold=Call(lambda windows: self.verifier.verify(windows, cold=True)),
             exchange=Call(boxes.exchange),
             manifest=Call(lambda: dict(self.verifier.manifest)),
             release=SimpleNamespace(remote=self.verifier.release),

@@ -12,13 +12,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import ray
 
 from llm42.config import Settings
 from llm42.protocol import Request, SamplingParams
 from llm42_serve.launch import Service
+from llm42_serve.verifiers.names import NAMESPACE
 from tests.protocol.test_canonical import canonical
 from tests.service.conftest import WAIT_S
 from tests.service.served import Application, on_the_tiny_model_only
+from tests.service.test_service import verifier_name
 from tests.service.traffic import Answer, ask, noise
 from tests.support import Lab, prompt_of
 
@@ -46,8 +49,8 @@ async def asks(alone: Service) -> AsyncIterator[openai.AsyncOpenAI]:
         yield made
 
 
-def oracle(served: Lab, prompt: list[int], fields: dict[str, Any]) -> Answer:
-    request = Request("oracle", tuple(prompt), TOKENS, SamplingParams(**fields), True, num_logprobs=0)
+def oracle(served: Lab, prompt: list[int], fields: dict[str, Any], tokens: int = TOKENS) -> Answer:
+    request = Request("oracle", tuple(prompt), tokens, SamplingParams(**fields), True, num_logprobs=0)
     return Answer(*served.oracle(request).sent)
 
 
@@ -88,6 +91,33 @@ async def test_a_best_effort_stream_and_its_seed(
         seed = (chunk.model_extra or {}).get("llm42", {}).get("seed", seed)
     assert seed is not None
     assert tuple(tokens) == oracle(served, prompt, {"temperature": 1.0, "seed": seed}).tokens
+
+
+async def test_the_verifier_killed_under_streams_of_both_classes(
+    asks: openai.AsyncOpenAI, served: Lab, settings: Settings
+) -> None:
+    """It holds all that is being decoded: its successor computes that anew, and no token is lost or twice."""
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+    prompts = [list(prompt_of(30 + i, 10 + i)) for i in range(4)]
+    begun = [asyncio.Event() for _ in prompts]
+
+    async def read(number: int) -> tuple[int, ...]:
+        tokens: list[int] = []
+        stream = await asks.completions.create(
+            model=settings.model.name, prompt=prompts[number], max_tokens=400, stream=True, **fields,
+            extra_body={"deterministic": number % 2 == 0, "return_token_ids": True, "ignore_eos": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            begun[number].set()
+            for choice in chunk.choices:
+                tokens += (choice.model_extra or {})["token_ids"]
+        return tuple(tokens)
+
+    streams = [asyncio.create_task(read(i)) for i in range(len(prompts))]
+    await asyncio.gather(*(event.wait() for event in begun))
+    assert not any(task.done() for task in streams)
+    ray.kill(ray.get_actor(verifier_name(settings), namespace=NAMESPACE), no_restart=True)
+    assert await asyncio.gather(*streams) == [oracle(served, p, fields, 400).tokens for p in prompts]
 
 
 def test_one_fingerprint_and_each_audits_the_others_receipts(alone: Service, service: Service) -> None:

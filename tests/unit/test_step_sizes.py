@@ -158,6 +158,11 @@ def test_what_keys_a_certificate_and_not_the_fingerprint(
         assert both(changed(base, **change))[1] != key
     named = base.model_copy(update={"model": base.model.model_copy(update={"name": "another"})})
     assert both(named) == both(changed(base, kv_tokens=1024)) == (inputs, key)
+    tree = base.model_dump(mode="json") | {"session": {}, "engine": {"kind": "canonical"}}
+    alone = Settings.load(tree)
+    assert alone.session.mode == "direct"
+    assert both(alone) == both(changed(alone, gpu_memory_utilization=0.5)) == (inputs, key)
+    assert both(changed(alone, kv_tokens=None)) == (inputs, key), "however much is left"
 
 
 @pytest.fixture
