@@ -67,7 +67,7 @@ class ServerSettings(Section):
     drain_s: PositiveFloat = 120.0
     """A replica that is being replaced may finish its streams for this long (seconds)."""
     ready_when: Literal["serving", "certified"] = "serving"
-    """When a new replica joins: as soon as it can serve best-effort requests, or (certified) once a
+    """When a new replica joins: as soon as its engine runs (at once where it has none), or (certified) once a
     verifier is ready too, or has failed. With `certified` a new cluster gets no traffic while it still
     certifies."""
     ingress_replicas: PositiveInt = 1

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from llm42.config import Settings
 from llm42.engine.none import NoEngine
@@ -19,7 +20,10 @@ from llm42.local.assembly import Local
 from llm42.local.demo import run_demo
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.session.drive import Drive
+from llm42.session.driver import Generator
+from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.verifier.scheduler import Verifier
+from tests.metrics_page import PrometheusMetrics
 from tests.support import (
     GREEDY,
     PENALISED,
@@ -227,6 +231,30 @@ def test_best_effort_streams_are_counted_while_they_run(alone: Local) -> None:
         return seen
 
     assert asyncio.run(counts()) == [1, 0, 0]
+
+
+@both_classes
+def test_metrics_say_the_class_and_the_way(alone: Local, deterministic: bool) -> None:
+    metrics = PrometheusMetrics("tiny")
+    generator = Generator(NoEngine(), alone.tokenizer, alone.settings, alone.verifier, metrics)
+    request = request_of("m", 4, max_tokens=24, deterministic=deterministic)
+    observed = Observed(request, metrics)
+
+    async def run() -> None:
+        async for _ in observed.run(generator.generate(request)):
+            pass
+
+    asyncio.run(run())
+    page, mode = generate_latest(metrics.registry).decode(), mode_of(request)
+    for line in (
+        f'llm42_output_tokens_total{{mode="{mode}",model="tiny"}} 24.0',
+        f'llm42_requests_total{{mode="{mode}",model="tiny",outcome="finished"}} 1.0',
+        'llm42_committed_tokens_total{model="tiny",way="direct"} 24.0',
+        'llm42_windows_total{model="tiny"} 1.0',
+    ):
+        assert line in page
+    assert 'way="verify"} 0.0' in page
+    assert mode == ("deterministic" if deterministic else "best_effort")
 
 
 def test_control_a_fingerprint_that_is_passed_on_is_noticed(

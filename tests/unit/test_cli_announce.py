@@ -26,6 +26,16 @@ def test_the_printed_request_can_be_pasted(
 
 
 @pytest.mark.parametrize(
+    ("kind", "words"), [("torch", "Best-effort only:"), ("canonical", "Nothing is answered yet:")]
+)
+def test_what_a_start_without_verifiers_leaves(
+    capfd: pytest.CaptureFixture[str], kind: str, words: str
+) -> None:
+    _announce("http://127.0.0.1:1", Settings.load({"engine": {"kind": kind}}), "It failed.")
+    assert f"{words} It failed." in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("tree", "line"),
     [
         ({"engine": {"max_bacth": 3}},

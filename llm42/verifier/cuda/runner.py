@@ -302,6 +302,7 @@ def memory_advice() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
-            "the verifier does not fit on the GPU: lower verifier.kv_tokens, the largest of "
-            f"verifier.buckets, or the memory given to other processes on this GPU ({error})"
+            "the verifier does not fit on the GPU: lower verifier.kv_tokens (gpu_memory_utilization where it is"
+            " null), the largest of verifier.buckets, or the memory given to other processes on this GPU"
+            f" ({error})"
         ) from error
