@@ -302,7 +302,7 @@ def memory_advice() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
-            "the verifier does not fit on the GPU: lower verifier.kv_tokens (gpu_memory_utilization where it is"
-            " null), the largest of verifier.buckets, or the memory given to other processes on this GPU"
-            f" ({error})"
+            "the verifier does not fit on the GPU: lower verifier.kv_tokens (where it is null,"
+            " verifier.gpu_memory_utilization), the largest of verifier.buckets, or the memory given to other"
+            f" processes on this GPU ({error})"
         ) from error
