@@ -48,8 +48,8 @@ async def speed(local: Local, name: str, deterministic: bool, tokens: int) -> fl
     outputs = await asyncio.gather(*(output_of(local.generator.generate(r)) for r in requests))
     seconds = time.monotonic() - began
     for output in outputs:
-        assert len(output.tokens) == tokens and output.stats is not None
-        assert output.stats.direct_tokens == (tokens if deterministic else 0)
+        assert len(output.tokens) == tokens
+        assert not deterministic or (output.stats and output.stats.direct_tokens == tokens)
     return AT_ONCE * tokens / seconds
 
 
