@@ -106,12 +106,18 @@ class BlockPool:
             if self._refs[block] == 1 and self._keys[block] is not None:
                 self._unpublish(block)
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> tuple[list[int], list[bytes]]:
+    def match(
+        self, tokens: Sequence[int], salt: str = "", known: Sequence[bytes] = ()
+    ) -> tuple[list[int], list[bytes]]:
         """The longest run of full blocks that starts `tokens` and was published under `salt`; takes a
-        reference of each."""
+        reference of each. known: the keys of its first blocks, as far as they have been computed before."""
         blocks, keys, parent = [], [], self._root_of(salt)
-        for begin in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            parent = block_key(parent, tokens[begin : begin + self.block_size])
+        for at in range(len(tokens) // self.block_size):
+            begin = at * self.block_size
+            if at < len(known):
+                parent = known[at]
+            else:
+                parent = block_key(parent, tokens[begin : begin + self.block_size])
             block = self._index.get(parent)
             if block is None:
                 break

@@ -34,6 +34,7 @@ from benchmarks.direct.alone import BLOCK, BUCKETS, CREDIT, VOCAB, Waiting
 from benchmarks.lib.report import RESULTS, Figure, arguments, report
 from llm42.cache import BlockPool
 from llm42.protocol import Commit, SamplingParams, Window
+from llm42.session.driver import DELTA_S
 from llm42.verifier.cuda.pack import Layout, StepPacker
 from llm42.verifier.cuda.runner import PARTIALS, attention_shape
 from llm42.verifier.runner import SequenceRows
@@ -210,6 +211,7 @@ def main() -> None:
     parser.add_argument("--replica", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    args.interval_s = max(args.interval_s, args.requests * DELTA_S)  # as Following has it
     if args.replica:
         asyncio.run(replica(args.replica, args.requests, args.steps, args.interval_s))
         return

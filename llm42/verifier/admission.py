@@ -56,15 +56,15 @@ class Admission(Front):
         """Whether what it would compute next is being computed already, by a job that is active. A cold one
         computes everything itself."""
         if job.awaited is None or not self._store.is_awaited(job.awaited):
-            job.awaited = None if job.cold else self._store.awaited(job.window)
+            job.awaited = None if job.cold else self._store.awaited(job.window, job.keys)
         return job.awaited is not None
 
     def _room_for(self, job: Job) -> HeldKV | None:
         """The KV for a job, or None: it waits. A window of verify mode need not wait for those that decode
         on: the youngest of them give way. An audit has time."""
         if job.follower is not None and (spare := self._followers.spare):
-            return self._store.admit(job.window, spare=spare)
-        while (sequence := self._store.admit(job.window, job.cold)) is None:
+            return self._store.admit(job.window, spare=spare, keys=job.keys)
+        while (sequence := self._store.admit(job.window, job.cold, keys=job.keys)) is None:
             windows = sum(len(j.sequence.blocks) for j in self._active if j.sequence and not j.follower)
             if job.follower or job.patient or not self._store.fits_beside(job.window, windows):
                 return None

@@ -40,6 +40,8 @@ class Job:
     """Nothing is taken from the cache and nothing left in it."""
     awaited: bytes | None = None
     """A block that is being computed for another one, and that it would compute again: it waits for it."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of the first blocks of its prompt, as far as they were needed to know that."""
     released: bool = False
     abandoned: bool = False
     sampled: list[Sampled] = field(default_factory=list)

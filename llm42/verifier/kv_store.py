@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llm42.cache import BlockPool
 from llm42.protocol import Window
@@ -42,19 +42,22 @@ class KVStore:
         """Whether the window could be admitted while others hold so many blocks."""
         return self._blocks_for(window) + blocks <= self.pool.num_blocks
 
-    def awaited(self, window: Window) -> bytes | None:
+    def awaited(self, window: Window, keys: list[bytes]) -> bytes | None:
         """The key of a block of the window's prompt that is being computed for another request: when
-        `is_awaited` no longer holds of it, less is to be computed. None: there is no such block."""
+        `is_awaited` no longer holds of it, less is to be computed. None: there is no such block. keys: those
+        of the window's first blocks that are known; more are added."""
         # what a request holds itself is preferred to what is found
-        return None if window.request_id in self._idle else self._prefixes.awaited(window)
+        return None if window.request_id in self._idle else self._prefixes.awaited(window, keys)
 
     def is_awaited(self, key: bytes) -> bool:
         """Whether a block of this key is still being computed by someone who holds all that it needs."""
         return self._prefixes.is_written(key)
 
-    def admit(self, window: Window, cold: bool = False, spare: int = 0) -> HeldKV | None:
+    def admit(
+        self, window: Window, cold: bool = False, spare: int = 0, keys: Sequence[bytes] = ()
+    ) -> HeldKV | None:
         """Takes every block the window needs, all or none; None means wait. `computed` says what is
-        already there: nothing, when `cold`. spare: blocks that must be left."""
+        already there: nothing, when `cold`. spare: blocks that must be left. keys: as `awaited`."""
         if cold:
             needed, tokens = self._blocks_for(window), [*window.tokens, *window.candidates]
             free = self._make_room(needed)
@@ -63,7 +66,7 @@ class KVStore:
         if sequence is not None and sequence.salt != window.cache_salt:  # a request with another's id
             self._give_up(sequence)
             sequence = None
-        sequence = sequence or self._from_cache(window)
+        sequence = sequence or self._from_cache(window, keys)
         tokens = [*window.tokens, *window.candidates]
         # the row before the first candidate is always computed anew: its logits are what is asked for
         limit = min(sequence.computed, len(window.tokens) - 1)
@@ -138,8 +141,8 @@ class KVStore:
         for request_id in [r for r, s in self._idle.items() if s.idle_since < moment]:
             self.release(request_id)
 
-    def _from_cache(self, window: Window) -> HeldKV:
-        blocks, keys = self.pool.match(window.tokens, window.cache_salt)
+    def _from_cache(self, window: Window, known: Sequence[bytes]) -> HeldKV:
+        blocks, keys = self.pool.match(window.tokens, window.cache_salt, known)
         covered, tokens, salt = len(blocks) * self.pool.block_size, list(window.tokens), window.cache_salt
         return HeldKV(window.request_id, tokens, blocks, keys, covered, salt=salt, published=len(blocks))
 

@@ -90,12 +90,13 @@ class Prefixes:
 
     # ---- for those who come later
 
-    def awaited(self, window: Window) -> bytes | None:
+    def awaited(self, window: Window, keys: list[bytes]) -> bytes | None:
         """The key of the last block that is being computed, by the one who computes the first that the window
-        would have to compute itself; None: nobody does."""
+        would have to compute itself; None: nobody does. keys: of its first blocks; those that are looked at
+        are added."""
         if not self._writers:
             return None
-        keys, full, writer, found = list[bytes](), len(window.tokens) // self._pool.block_size, None, None
+        full, writer, found = len(window.tokens) // self._pool.block_size, None, None
         for at in range(full):
             self._pool.extend_keys(keys, window.tokens, at + 1, window.cache_salt)
             if writer is None and self._pool.is_findable(keys[at]):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -221,22 +222,22 @@ TestPipelinedVerifier.settings = LONG
 class TrustsTheOldTokens(KVStore):
     """Takes a kept sequence for valid up to the window's start without comparing tokens."""
 
-    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
+    def admit(self, window: Window, cold: bool = False, *more: Any, **known: Any) -> HeldKV | None:
         kept = self._idle.get(window.request_id)
         if kept is not None:
             tokens = [*window.tokens, *window.candidates]
             kept.computed = min(len(kept.blocks) * SIZE, len(tokens))
             kept.tokens = tokens[: kept.computed]
-        return super().admit(window, cold)
+        return super().admit(window, cold, *more, **known)
 
 
 class WritesPublishedBlocks(KVStore):
     """No copy before going on inside a published block."""
 
-    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
+    def admit(self, window: Window, cold: bool = False, *more: Any, **known: Any) -> HeldKV | None:
         is_published, self.pool.is_published = self.pool.is_published, lambda _: False  # type: ignore[method-assign]
         try:
-            return super().admit(window, cold)
+            return super().admit(window, cold, *more, **known)
         finally:
             self.pool.is_published = is_published  # type: ignore[method-assign]
 
@@ -258,8 +259,8 @@ class KeepsHalfWrittenBlocks(KVStore):
 class PublishesTooEarly(KVStore):
     """Blocks are findable before the step that writes them."""
 
-    def admit(self, window: Window, cold: bool = False) -> HeldKV | None:
-        sequence = super().admit(window, cold)
+    def admit(self, window: Window, cold: bool = False, *more: Any, **known: Any) -> HeldKV | None:
+        sequence = super().admit(window, cold, *more, **known)
         if sequence is not None:
             self.publish(sequence, len(sequence.tokens))
         return sequence
