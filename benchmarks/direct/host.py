@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import itertools
 import os
 import pickle
 import pstats
@@ -54,11 +55,12 @@ PREDICTION = "3.2 ms: 2.4 for the step thread (9 us a request), 0.5 for packing 
 async def replica(port: int, requests: int, tokens: int, interval_s: float) -> None:
     """Follows all requests until the verifier's process closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    waiting: dict[int, asyncio.Future[Down]] = {}
+    waiting, numbers = dict[int, asyncio.Future[Down]](), itertools.count()
 
     async def call(up: Up) -> Down:
-        future = waiting[up.number] = asyncio.get_running_loop().create_future()
-        await _send(writer, up)
+        number, future = next(numbers), asyncio.get_running_loop().create_future()
+        waiting[number] = future
+        await _send(writer, (number, up))
         return await future
 
     exchange = Exchange("replica", call, lambda: interval_s)
@@ -124,14 +126,14 @@ def serve(verifier: Verifier) -> Callable[[asyncio.StreamReader, asyncio.StreamW
     """The actor's side of a connection."""
     boxes, under_way = Outboxes(verifier), set[asyncio.Task[None]]()
 
-    async def answer(up: Up, writer: asyncio.StreamWriter) -> None:
+    async def answer(number: int, up: Up, writer: asyncio.StreamWriter) -> None:
         down = await boxes.exchange(up)
         with suppress(ConnectionError):  # the replica's process was ended
-            await _send(writer, (up.number, down))
+            await _send(writer, (number, down))
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (up := await _receive(reader)) is not None:
-            task = asyncio.get_running_loop().create_task(answer(up, writer))
+        while (message := await _receive(reader)) is not None:
+            task = asyncio.get_running_loop().create_task(answer(*message, writer))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
 

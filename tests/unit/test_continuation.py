@@ -337,6 +337,16 @@ class LeaksOnRelease(Followers):
             follower.ended = True
 
 
+class LeavesThemWaiting(Followers):
+    """Who waits for the prefix of one that is preempted or released is not told."""
+
+    def _drop_work(self, follower: Follower, keep: bool) -> None:
+        prefixes: Any = self.store._prefixes
+        prefixes.forget = prefixes.forget_end
+        super()._drop_work(follower, keep)
+        del prefixes.forget
+
+
 class StopsAtItsCredit(Followers):
     """A renewal that comes late is forgotten."""
 
@@ -365,6 +375,7 @@ BROKEN: list[type] = [
     ForgetsToRoll,
     GrowsTooLate,
     LeaksOnRelease,
+    LeavesThemWaiting,
     StopsAtItsCredit,
     NeverPreempts,
 ]
