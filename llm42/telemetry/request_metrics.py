@@ -30,7 +30,7 @@ def mode_of(request: Request) -> str:
 
 
 def way_of(stats: RequestStats) -> str:
-    """How the tokens of a deterministic request came about: one of metrics.WAYS, or "both" where a failover
+    """How the tokens of a request came about that a verifier took part in: one of metrics.WAYS, or "both" where a failover
     or a setting has changed it."""
     verify, direct = m.WAYS
     if not stats.direct_tokens:
@@ -87,7 +87,7 @@ class Observed:
         if delta.stats is not None:
             names = ("windows", "rollbacks", "verified_tokens", "direct_tokens")
             self._fields |= {name: getattr(delta.stats, name) for name in names}
-            if self.request.deterministic:
+            if self.request.deterministic or delta.stats.direct_tokens:
                 self._fields["way"] = way_of(delta.stats)
         if delta.finish_reason is not None:
             self._outcome = "finished"
