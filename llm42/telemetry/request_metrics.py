@@ -30,8 +30,8 @@ def mode_of(request: Request) -> str:
 
 
 def way_of(stats: RequestStats) -> str:
-    """How the tokens of a request came about that a verifier took part in: one of metrics.WAYS, or "both" where a failover
-    or a setting has changed it."""
+    """How the tokens of a request came about that a verifier took part in: one of metrics.WAYS, or "both"
+    where a failover or a setting has changed it."""
     verify, direct = m.WAYS
     if not stats.direct_tokens:
         return verify
