@@ -2,11 +2,13 @@
 all requests together, not as an object for each token.
 
 Up: what a replica wants. Down: everything that is there for it. A replica numbers its calls, a verifier its
-answers; an answer says behind which one it follows, so a lost one is noticed by both sides.
+answers; an answer says behind which one it follows, so a lost one is noticed by both sides. A window has a
+mark: one that comes twice is computed once, and no answer is taken for that of another window.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -65,6 +67,10 @@ class Up:
     """Requests, and the length that each may have."""
     releases: tuple[str, ...] = ()
     """Requests that are over; one that has a window here, too, begins anew."""
+    marks: tuple[int, ...] = ()
+    """Of the windows: a later one has a higher mark, a repeated one the same."""
+    answer_s: float = math.inf
+    """When it is to be answered at the latest, after so many seconds, though nothing is there."""
 
 
 @across_releases
@@ -80,6 +86,10 @@ class Down:
     """How many commits stand before it, the request, and what is the matter."""
     box: str = ""
     """Of which outbox the numbers are: another one knows nothing of what was asked before."""
+    marks: tuple[int, ...] = ()
+    """Of the window that each commit belongs to, and then each failure; 0: of none that is known."""
+    progressed_s: float = math.inf
+    """How many seconds ago the verifier completed a step, of whatever requests."""
 
 
 def pack(commits: Sequence[Commit]) -> Packed:

@@ -40,6 +40,11 @@ class VerifierClient(Protocol):
         must be sent in full: then nothing more comes. Raises VerifierUnavailable."""
         ...
 
+    def progressed_s(self, request_id: str) -> float:
+        """How many seconds ago the verifier that has the request is known to have completed a step, of
+        whatever requests: one that works on others has not failed this one. Infinity where nobody has it."""
+        ...
+
     def release(self, request_id: str) -> None:
         """The request is over: the verifier may drop what it holds for it. Returns at once, never raises."""
         ...

@@ -73,6 +73,12 @@ class Followers:
         if follower is not None:
             self._stop(follower, keep=False)
 
+    def retire(self, request_id: str) -> None:
+        """A window without credit takes its place: it sends nothing any more, what it computed is used."""
+        follower = self._known.pop(request_id, None)
+        if follower is not None:
+            self._stop(follower, keep=True)
+
     def forget_older(self, moment: float) -> None:
         """Forgets those that have been idle since before `moment` (time.monotonic)."""
         for name, f in list(self._known.items()):

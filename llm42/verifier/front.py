@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 import time
@@ -44,6 +45,8 @@ class Front(ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._working_since: float | None = None
+        self._settled = -math.inf
+        """When a step was last completed."""
 
     max_len: int
     vocab_size: int
@@ -81,6 +84,10 @@ class Front(ABC):
         """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
         since = self._working_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def progressed_s(self, request_id: str = "") -> float:
+        """How many seconds ago a step was completed, whoever took part."""
+        return time.monotonic() - self._settled
 
     def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
         """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,

@@ -57,7 +57,6 @@ class Verifier(Admission):
         self._in_flight: StepInFlight | None = None
         self._buckets, self.max_len, self.vocab_size = tuple(buckets), max_len, vocab_size
         self._on_thread_start, self._device_lost = on_thread_start, device_lost
-        self._settled = 0.0
         self.on_step: Callable[[float], None] = lambda _: None
         """Called with the seconds of each step, on the step thread; must not raise."""
 
@@ -166,6 +165,8 @@ class Verifier(Admission):
     def _receive(self, message: Message) -> None:
         if isinstance(message, Job | Follower):
             if isinstance(message, Job):
+                if not message.cold:
+                    self._followers.retire(message.window.request_id)
                 self._waiting.append(message)
             else:
                 self._followers.add(message)

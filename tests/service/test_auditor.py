@@ -121,11 +121,11 @@ async def test_the_successor_of_a_wrong_verifier_is_not_condemned_for_it() -> No
     pool = Pool(bad)
     member = pool.ready[0]
 
-    def replaced_meanwhile(windows: list[Window], cold: bool) -> list[Commit]:
+    def replaced_meanwhile(windows: list[Window]) -> list[Commit]:
         member.actor_id = "the next actor of that name"
         return [answer(w) for w in windows]
 
-    bad.verify = Call(replaced_meanwhile)
+    bad.verify_cold = Call(replaced_meanwhile)
     await audit(pool, 0, [answer(WINDOW, ONE_ULP)])
     assert pool.condemned == []
 

@@ -226,12 +226,17 @@ async def test_a_verifier_that_has_started_anew_is_another_one() -> None:
 class Full:
     """Refuses every window."""
 
-    def follow(self, window: Window, sink: Any) -> None:
+    def follow(self, *_: Any) -> Any:
         raise Overloaded("planted")
+
+    submit = follow
 
     def renew(self, *_: Any) -> None: ...
 
     def release(self, *_: Any) -> None: ...
+
+    def progressed_s(self, *_: Any) -> float:
+        return 0.0
 
 
 async def test_a_refusal_is_its_windows_alone() -> None:

@@ -24,6 +24,7 @@ from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
+from tests.service.stand_ins import answer
 
 
 @pytest.mark.usefixtures("shipped_defaults")
@@ -147,7 +148,7 @@ async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that
     await asyncio.sleep(0.05)
     assert not waiting.done()
     pool.members[0].status = VerifierStatus("ready", "a")
-    assert await asyncio.wait_for(waiting, 2) == [window(1)]
+    assert await asyncio.wait_for(waiting, 2) == [answer(window(1))]
     began = time.monotonic()
     with pytest.raises(VerifierUnavailable, match="because"):
         await pool_of(("failed", None)).verify([window(1)])

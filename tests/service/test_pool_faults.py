@@ -13,13 +13,14 @@ from ray.exceptions import ActorDiedError, RayActorError
 from llm42.config import Settings
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.telemetry.metrics import Metrics
-from llm42_serve.replica import supervisor_link, verifier_pool
+from llm42_serve.replica import following, supervisor_link, verifier_pool
 from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
+from tests.service.stand_ins import answer
 
 
 async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from() -> None:
@@ -29,7 +30,7 @@ async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from
     preferred.handle = Handle(RayActorError())
     with pytest.raises(VerifierUnavailable):
         await pool.verify([window(1)])
-    assert await pool.verify([window(1)]) == [window(1)], "the retry goes to the other one"
+    assert await pool.verify([window(1)]) == [answer(window(1))], "the retry goes to the other one"
     assert all(m.in_flight == 0 for m in pool.members)
 
 
@@ -60,7 +61,7 @@ async def test_another_actor_of_that_name_is_taken_at_once(monkeypatch: pytest.M
     monkeypatch.setattr(supervisor, "remote", returns(Membership((info,), "a")))
     await pool.refresh()
     assert pool.ready
-    assert await pool.verify([window(1)]) == [window(1)]
+    assert await pool.verify([window(1)]) == [answer(window(1))]
 
 
 async def test_what_is_published_of_one_actor_is_not_believed_of_another(
@@ -97,7 +98,7 @@ async def test_a_silent_verifier_is_avoided_also_when_the_window_had_waited_for_
 ) -> None:
     """The caller's timeout of 60 s runs from before the wait."""
     clock = Clock()
-    monkeypatch.setattr(verifier_pool, "time", clock)
+    monkeypatch.setattr(following, "time", clock)
     pool = pool_of(("starting", None))
     pool.members[0].handle = handle = Handle(None)
     handle.blocked = True
@@ -124,7 +125,7 @@ async def test_admission_hears_of_windows_that_were_refused() -> None:
         for _ in range(8):
             await stack.enter_async_context(admission.place(True))
         with pytest.raises(Overloaded):
-            await pool.verify([window(1)], cold=True)
+            await pool.verify_cold([window(1)])
         assert admission.deterministic_limit == 8, "an audit's window is not a request's"
         with pytest.raises(Overloaded):
             await pool.verify([window(1)])
@@ -143,7 +144,7 @@ async def test_a_verifier_that_keeps_failing_is_a_last_resort_although_it_says_i
     preferred.handle = Handle(VerifierUnavailable("a verifier step failed"))
     with pytest.raises(VerifierUnavailable):
         await pool.verify([window(1)])
-    assert await pool.verify([window(1)]) == [window(1)], "the retry goes to the other one"
+    assert await pool.verify([window(1)]) == [answer(window(1))], "the retry goes to the other one"
     other = next(m for m in pool.members if m is not preferred)
     other.status = None
     assert pool._choose(window(1)) is preferred, "better than none"

@@ -7,9 +7,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, Failure, Request, RequestStats, Window
@@ -19,9 +20,10 @@ from llm42.session.machine import Session
 from llm42_serve.replica.exchange import CallLost, Exchange
 from llm42_serve.verifiers.outbox import Outboxes
 from llm42_serve.wire import Answer, Down, Up
-from tests.protocol.session_model import END, canonical, logprob, prompt_of
+from tests.protocol.session_model import END, FastPath, canonical, logprob, prompt_of, verify
 
 CREDIT = SessionSettings(mode="direct", credit=8)
+CHECKED = SessionSettings(min_window=3, start_window=3, max_window=7, lookahead=16)
 INTERVAL_S = 0.01
 
 
@@ -47,6 +49,9 @@ class Stepper:
         self.step_s, self.lock, self.ended = step_s, threading.Lock(), threading.Event()
         self.requests: dict[str, Decoded] = {}
         self.released: list[str] = []
+        self.waiting: list[tuple[Window, Future[Commit | Failure]]] = []
+        self.submitted: list[Window] = []
+        self.stepped = time.monotonic()
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
 
@@ -62,10 +67,21 @@ class Stepper:
                 one.until = max(one.until, until)
         told(one is not None)
 
+    def submit(self, window: Window) -> Future[Commit | Failure]:
+        """Answered in a later step, unless the request is released before."""
+        answer: Future[Commit | Failure] = Future()
+        with self.lock:
+            self.submitted.append(window)
+            self.waiting.append((window, answer))
+        return answer
+
     def release(self, request_id: str) -> None:
         with self.lock:
             self.released.append(request_id)
             self.requests.pop(request_id, None)
+
+    def progressed_s(self, _request_id: str) -> float:
+        return time.monotonic() - self.stepped
 
     def close(self) -> None:
         self.ended.set()
@@ -73,6 +89,12 @@ class Stepper:
 
     def _loop(self) -> None:
         while not self.ended.wait(self.step_s):
+            self.stepped = time.monotonic()
+            with self.lock:
+                answered, self.waiting = self.waiting[:4], self.waiting[4:]
+            for window, answer in answered:
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(verify(window))
             with self.lock:
                 for name, one in self.requests.items():
                     if not one.over and len(one.tokens) < one.until:
@@ -174,6 +196,43 @@ async def read(exchange: Follows, request: Request, patience_s: float = 3.0, err
             elif isinstance(action, Renew):
                 exchange.renew(request.request_id, action.until)
     exchange.release(request.request_id)
+    return found
+
+
+async def checked(
+    exchange: Follows, request: Request, patience_s: float = 3.0, accuracy: float = 0.9
+) -> Read:
+    """Plays the request's session in mode verify, with a fast path that is sometimes wrong: one window after
+    the other, each sent again when it has failed or nothing comes."""
+    session, answers = Session(request, CHECKED, 0.0), asyncio.Queue[Answer]()
+    fast = FastPath(Random(request.request_id), request.prompt, accuracy, session.limit)
+    found = Read([], session.stats, [])
+    while not session.done:
+        while (window := session.due(0.0)) is None:
+            actions = list[Any]()
+            if not fast.step() and not fast.outbox:
+                raise AssertionError("no window is due, and no candidate can come")
+            if fast.outbox:
+                actions = session.candidates(*fast.deliver(5))
+            for action in actions:
+                fast.apply(action)
+        answer: Answer | None = None
+        while not isinstance(answer, Commit):
+            exchange.follow(window, answers.put_nowait)
+            try:
+                answer = await asyncio.wait_for(answers.get(), patience_s)
+            except TimeoutError:
+                found.silences += 1
+                continue
+            if not isinstance(answer, Commit):
+                found.failures.append(answer)
+        for action in session.commit(answer, 0.0):
+            if isinstance(action, Emit):
+                found.tokens += action.tokens
+            else:
+                fast.apply(action)
+    exchange.release(request.request_id)
+    assert answers.empty(), "an answer came twice"
     return found
 
 

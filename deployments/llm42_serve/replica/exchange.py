@@ -1,19 +1,22 @@
-"""One verifier as a replica talks to it about requests that it follows: windows, renewals and releases go up,
-commits come down, in few calls.
+"""One verifier as a replica talks to it: windows, renewals and releases go up, commits come down, in few
+calls.
 
-While any request is followed one call lies open at the verifier, which answers it when something is due. What
-is to go up goes with a call of its own, beside the open one, which is answered then. So at most two are under
-way, and what comes meanwhile goes with the next.
+An actor call costs either side more than half a millisecond of its interpreter, whatever is in it. So while
+any answer is awaited one call lies open at the verifier, which answers it when something is due. What is to
+go up goes with a call of its own, beside the open one, which is answered then. So at most two are under way,
+and what comes meanwhile goes with the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 from llm42.errors import LLM42Error, VerifierUnavailable
-from llm42.protocol import Window
+from llm42.protocol import Commit, Window
 from llm42.session.interfaces import Sink
 from llm42_serve.wire import Answer, Down, Up, unpack
 
@@ -21,6 +24,9 @@ log = logging.getLogger(__name__)
 UNDER_WAY = 2
 AGAIN_S = (0.05, 0.2, 0.8)
 """Pauses after calls that were lost one after the other; after the last one the verifier counts as dead."""
+FRESH_S = 2.0
+"""After a longer silence numbers begin anew: the verifier may have dropped an outbox that nobody asks
+(verifier.idle_s)."""
 
 
 class CallLost(Exception):
@@ -32,11 +38,21 @@ class Exchange:
     means that this verifier is gone, and that every request must begin anew elsewhere."""
 
     def __init__(
-        self, replica: str, call: Callable[[Up], Awaitable[Down]], interval_s: Callable[[], float]
+        self,
+        replica: str,
+        call: Callable[[Up], Awaitable[Down]],
+        interval_s: Callable[[], float],
+        answer_s: float = math.inf,
     ) -> None:
-        """replica: a name that no other one has. interval_s: how long directly decoded tokens may wait."""
-        self._replica, self._call, self._interval_s = replica, call, interval_s
+        """replica: a name that no other one has. interval_s: how long directly decoded tokens may wait.
+        answer_s: the longest that the verifier may say nothing at all."""
+        self._name, self._call, self._interval_s, self._answer_s = replica, call, interval_s, answer_s
         self._sinks: dict[str, Sink] = {}
+        self._awaited: dict[str, bool] = {}
+        """Who waits for an answer, and whether for many: a window without credit has one."""
+        self._marks: dict[str, int] = {}
+        self._count = 0
+        self._progressed = -math.inf
         self._windows: dict[str, Window] = {}
         self._renewals: dict[str, int] = {}
         self._releases: set[str] = set()
@@ -44,22 +60,31 @@ class Exchange:
         """Under way, by number."""
         self._early: dict[int, Down] = {}
         """Answers that follow one which has not come yet, by what they follow."""
-        self._number = self._arrived = self._lost = 0
-        self._box = ""
+        self._series = self._number = self._arrived = self._lost = 0
+        self._box, self._ended = "", time.monotonic()
         self._pause: asyncio.TimerHandle | None = None
         self.dead: LLM42Error | None = None
 
     @property
     def followed(self) -> int:
-        """How many requests are followed here."""
+        """How many requests have been begun here and not released."""
         return len(self._sinks)
 
+    @property
+    def progressed_s(self) -> float:
+        """How many seconds ago the verifier is known to have completed a step."""
+        return time.monotonic() - self._progressed
+
     def follow(self, window: Window, sink: Sink) -> None:
-        """As VerifierClient.follow. Raises VerifierUnavailable when the verifier is gone."""
+        """As VerifierClient.follow; a window without credit has one answer. Raises VerifierUnavailable when
+        the verifier is gone."""
         if self.dead is not None:
             raise VerifierUnavailable(str(self.dead))
         name = window.request_id
+        self._count += 1
+        self._marks[name] = self._count
         self._sinks[name], self._windows[name] = sink, window
+        self._awaited[name] = window.credit > 0
         self._renewals.pop(name, None)  # of a window before
         self._next()
 
@@ -73,8 +98,8 @@ class Exchange:
         """As VerifierClient.release; one that is not followed here is nothing."""
         if self._sinks.pop(request_id, None) is None:
             return
-        self._renewals.pop(request_id, None)
-        self._windows.pop(request_id, None)
+        for of in (self._awaited, self._marks, self._renewals, self._windows):
+            of.pop(request_id, None)
         self._releases.add(request_id)  # also where the window was still here: one before it may be there
         self._next()
 
@@ -90,15 +115,17 @@ class Exchange:
     # ---- calls
 
     def _next(self) -> None:
-        """Makes a call if there is something to say, or if somebody listens and none is open."""
+        """Makes a call if there is something to say, or if an answer is awaited and none is open."""
         if self.dead is not None or self._pause is not None or len(self._calls) >= UNDER_WAY:
             return
         says = self._windows or self._renewals or self._releases
-        if not says and (self._calls or not self._sinks):
+        if not says and (self._calls or not self._awaited):
             return
+        if not self._calls and time.monotonic() - self._ended > FRESH_S:
+            self._begin_anew()
         self._number += 1
         up = Up(
-            self._replica,
+            f"{self._name}-{self._series}",
             self._number,
             next(iter(self._calls), 0),
             self._arrived,
@@ -106,10 +133,19 @@ class Exchange:
             tuple(self._windows.values()),
             tuple(self._renewals.items()),
             tuple(self._releases),
+            tuple(self._marks[name] for name in self._windows),
+            self._answer_s,
         )
         for said in (self._windows, self._renewals, self._releases):
             said.clear()
         self._calls[up.number] = asyncio.get_running_loop().create_task(self._make(up))
+
+    def _begin_anew(self) -> None:
+        """Unless something is awaited that was asked for before."""
+        if self._awaited.keys() <= self._windows.keys():
+            self._early.clear()
+            self._box, self._number, self._arrived = "", 0, 0
+            self._series += 1
 
     async def _make(self, up: Up) -> None:
         try:
@@ -123,15 +159,17 @@ class Exchange:
         else:
             del self._calls[up.number]
             self._lost = 0
+            self._progressed = max(self._progressed, time.monotonic() - down.progressed_s)
             self._take(down)
+        self._ended = time.monotonic()
         self._drop_early()
         self._next()
 
     def _repeat(self, up: Up, error: Exception) -> None:
         """Says again what nobody may have heard, unless it is out of date, after a pause."""
-        for window in up.windows:
-            if window.request_id in self._sinks:
-                self._windows.setdefault(window.request_id, window)
+        for mark, window in zip(up.marks, up.windows, strict=True):
+            if self._marks.get(window.request_id) == mark and window.request_id in self._awaited:
+                self._windows[window.request_id] = window
         for name, until in up.renewals:
             if name in self._sinks:
                 self._renewals[name] = max(until, self._renewals.get(name, 0))
@@ -147,16 +185,18 @@ class Exchange:
         self._next()
 
     def _die(self, error: Exception) -> None:
-        """Tells everybody who listens that the verifier is gone."""
+        """Tells everybody who waits that the verifier is gone."""
         if self.dead is not None:
             return
         text = str(error) if isinstance(error, LLM42Error) else f"{type(error).__name__}: {error}"
         self.dead = VerifierUnavailable(text)
-        sinks, self._sinks = self._sinks, {}
+        sinks = [self._sinks[name] for name in self._awaited]
+        self._sinks.clear()
+        self._awaited.clear()
         for task in self._calls.values():
             task.cancel()
-        for sink in sinks.values():
-            sink(self.dead)
+        for sink in sinks:
+            _tell(sink, self.dead)
 
     # ---- answers
 
@@ -184,19 +224,28 @@ class Exchange:
 
     def _hand_on(self, down: Down) -> None:
         commits, at = list(unpack(down.commits)) if down.commits is not None else [], 0
-        for before, name, failure in down.failures:
-            for commit in commits[at:before]:
-                self._say(commit.request_id, commit)
+        marks, failed = down.marks[: len(commits)], down.marks[len(commits) :]
+        for mark, (before, name, failure) in zip(failed, down.failures, strict=True):
+            self._say_all(marks[at:before], commits[at:before])
             at = before
-            self._say(name, failure)
-        for commit in commits[at:]:
-            self._say(commit.request_id, commit)
+            self._say(name, mark, failure)
+        self._say_all(marks[at:], commits[at:])
 
-    def _say(self, name: str, answer: Answer) -> None:
-        sink = self._sinks.get(name)
-        if sink is None:  # it was released meanwhile
+    def _say_all(self, marks: Sequence[int], commits: Sequence[Commit]) -> None:
+        for mark, commit in zip(marks, commits, strict=True):
+            self._say(commit.request_id, mark, commit)
+
+    def _say(self, name: str, mark: int, answer: Answer) -> None:
+        """Unless the request was released meanwhile, waits for another window's answer or has had it."""
+        if name not in self._awaited or mark not in (0, self._marks[name]):
             return
-        try:
-            sink(answer)
-        except Exception:  # one request's reader must not end everybody's exchange
-            log.exception("the answer of %s could not be handed on", name)
+        if not self._awaited[name]:
+            del self._awaited[name]
+        _tell(self._sinks[name], answer)
+
+
+def _tell(sink: Sink, answer: Answer) -> None:
+    try:
+        sink(answer)
+    except Exception:  # one request's reader must not end everybody's exchange
+        log.exception("an answer could not be handed on")

@@ -121,7 +121,7 @@ class FastPath:
         try:
             await self._pool.require_ready()
             self._agreed(facts)
-            return await asyncio.wait_for(self._pool.verify(windows, cold=True), limit)
+            return await asyncio.wait_for(self._pool.verify_cold(windows), limit)
         except LLM42Error as error:
             return error
         except TimeoutError:

@@ -1,4 +1,9 @@
-"""Which verifier of the pool decodes which request by itself, and the exchange with each."""
+"""Which verifier of the pool has which request, and the exchange with each: one way for windows that are
+verified and for requests that are decoded there.
+
+A request stays with the verifier that holds its KV until that dies, is not wanted any more, has failed it, or
+has let it wait in vain.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorUnavailableError
 
+from llm42.config import SessionSettings
 from llm42.errors import LLM42Error, Overloaded
 from llm42.protocol import Commit, Window
 from llm42.session.driver import DELTA_S
@@ -23,23 +29,53 @@ from llm42_serve.wire import Answer, Down, Up
 if TYPE_CHECKING:
     from llm42_serve.replica.verifier_pool import VerifierPool
 
+SILENCE_S = 5.0
+"""The longest that a verifier says nothing while something is awaited of it, unless a quarter of
+session.verify_timeout_s is less."""
+_Reader = Callable[["Member | None", Answer], None]
+"""Who hears the answers, and whose they are; None: no verifier was found."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Place:
-    """Where a request is decoded, until that has failed."""
+    """Where a request is, until that has failed."""
 
     member: Member
+    actor_id: str
+    handle: Any
     exchange: Exchange
+    credit: int = 0
+    """Of its present window."""
+    heard_at: float = 0.0
+    """When that was sent or, if later, when the last answer came."""
+    awaited: bool = False
+    """Whether it counts as work of the member: one answer, or more, is still to come."""
     silent: bool = True
-    """No commit has come from there."""
+    """No commit has come for the present window."""
+
+    def silent_s(self) -> float:
+        """For how long neither the request nor any other has come on there."""
+        return min(time.monotonic() - self.heard_at, self.exchange.progressed_s)
+
+    def await_answers(self, awaited: bool) -> None:
+        """Counts it as work of the member, or no more."""
+        self.member.in_flight += awaited - self.awaited
+        self.awaited = awaited
+
+    def avoid(self) -> None:
+        """Others are chosen first for a while."""
+        if self.member.actor_id == self.actor_id:  # else its successor is there already
+            self.member.avoid_until = time.monotonic() + AVOID_S
 
 
 class Following:
     """One per pool; belongs to its event loop."""
 
-    def __init__(self, pool: VerifierPool, interval_s: float, observe: Callable[[float], None]) -> None:
-        """interval_s: session.commit_interval_s. observe: as the pool's."""
-        self._pool, self._interval, self._observe = pool, interval_s, observe
+    def __init__(
+        self, pool: VerifierPool, session: SessionSettings, observe: Callable[[float], None]
+    ) -> None:
+        """observe: as the pool's."""
+        self._pool, self._session, self._observe = pool, session, observe
         self._places: dict[str, _Place] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._exchanges: dict[str, tuple[Any, Exchange]] = {}
@@ -49,19 +85,40 @@ class Following:
         return len(self._places)
 
     def follow(self, window: Window, sink: Sink) -> None:
-        """As VerifierClient.follow. A request that comes again though nothing has failed has waited in vain:
-        another verifier is better."""
-        name = window.request_id
-        if (before := self._places.get(name)) is not None:
-            before.member.avoid_until = time.monotonic() + AVOID_S
-        self._cancel(name)
-        task = asyncio.get_running_loop().create_task(self._begin(window, sink))
-        self._starting[name] = task
+        """As VerifierClient.follow."""
+        self._ask(window, lambda _, answer: sink(answer))
+
+    async def verified(self, window: Window) -> tuple[Member, Answer]:
+        """The answer to a window without credit, and whose it is. Raises VerifierUnavailable or Overloaded.
+        Cancelling it too early, as when the client leaves, is not the verifier's fault."""
+        entered, loop = time.monotonic(), asyncio.get_running_loop()
+        found: asyncio.Future[tuple[Member | None, Answer]] = loop.create_future()
+
+        def take(member: Member | None, answer: Answer) -> None:
+            if not found.done():
+                found.set_result((member, answer))
+
+        self._ask(window, take)
+        try:
+            member, answer = await found
+        except asyncio.CancelledError:
+            late = time.monotonic() - entered >= self._session.verify_timeout_s - 1.0
+            self._unwanted(window.request_id, late)
+            raise
+        if isinstance(answer, LLM42Error):
+            raise answer
+        assert member is not None
+        return member, answer
 
     def renew(self, request_id: str, until: int) -> None:
         """As VerifierClient.renew; that the request is not known is said to the sink."""
         if (place := self._places.get(request_id)) is not None:
             place.exchange.renew(request_id, until)
+
+    def progressed_s(self, request_id: str) -> float:
+        """As VerifierClient.progressed_s."""
+        place = self._places.get(request_id)
+        return math.inf if place is None else place.exchange.progressed_s
 
     def release(self, request_id: str) -> None:
         """As VerifierClient.release."""
@@ -75,51 +132,93 @@ class Following:
         for _, exchange in self._exchanges.values():
             exchange.close()
 
-    async def _begin(self, window: Window, sink: Sink) -> None:
+    def _ask(self, window: Window, reader: _Reader) -> None:
+        name = window.request_id
+        self._cancel(name)
+        place = self._places.get(name)
+        if place is not None and self._stands(place) and not self._in_vain(place):
+            self._send(place, window, reader)
+            return
+        self._blame_if_in_vain(place)
+        self._leave(name)
+        self._starting[name] = asyncio.get_running_loop().create_task(self._begin(window, reader))
+
+    async def _begin(self, window: Window, reader: _Reader) -> None:
         name = window.request_id
         try:
             member = await self._pool.ready_member(window)
-            exchange = self._exchange(member)
-            before = self._places.get(name)
-            if before is not None and before.exchange is exchange:  # what it holds of the request stays
-                self._over(name, before)
-            else:
-                self._leave(name)
-            place = _Place(member, exchange)
-
-            def heard(answer: Answer) -> None:
-                self._hear(name, place, answer)
-                sink(answer)
-
-            exchange.follow(window, heard)
+            place = _Place(member, member.actor_id, member.handle, self._exchange(member))
+            self._send(place, window, reader)
             self._places[name] = place
-            member.in_flight += 1
             self._pool.note(name, member)
         except LLM42Error as error:
-            sink(error)
+            reader(None, error)
         finally:
             if self._starting.get(name) is asyncio.current_task():
                 del self._starting[name]
 
+    def _send(self, place: _Place, window: Window, reader: _Reader) -> None:
+        name = window.request_id
+
+        def heard(answer: Answer) -> None:
+            self._hear(name, place, answer)
+            reader(place.member, answer)
+
+        place.exchange.follow(window, heard)
+        place.credit, place.heard_at, place.silent = window.credit, time.monotonic(), True
+        place.await_answers(True)
+
     def _hear(self, name: str, place: _Place, answer: Answer) -> None:
         """What an answer says of the verifier."""
+        place.heard_at = time.monotonic()
         if not isinstance(answer, Commit):
-            self._over(name, place)
+            if isinstance(answer, LLM42Error):
+                place.avoid()
             if isinstance(answer, Overloaded):
                 self._observe(math.inf)
-        elif place.silent:
+            self._over(name, place)
+            return
+        if place.silent:
             place.silent = False
             self._observe(answer.timings.queue_s)
+        if not place.credit:
+            place.await_answers(False)
+
+    def _stands(self, place: _Place) -> bool:
+        """Whether a further window may go there: its verifier is wanted, and is the same actor."""
+        member, known = place.member, self._pool.members
+        same = member.handle is place.handle and any(m is member for m in known)
+        return same and member.ready and place.exchange.dead is None
+
+    def _in_vain(self, place: _Place) -> bool:
+        """Whether it has waited there for nothing. The caller's time began earlier, perhaps with a wait for
+        a verifier to be ready, of which this one is innocent."""
+        return place.awaited and place.silent_s() >= self._session.verify_timeout_s / 2
+
+    def _blame_if_in_vain(self, place: _Place | None) -> None:
+        if place is not None and self._in_vain(place):
+            place.avoid()
+
+    def _unwanted(self, name: str, late: bool) -> None:
+        """Nobody waits for the window any more. late: because its time is over."""
+        self._cancel(name)
+        place = self._places.get(name)
+        if place is not None and late and self._in_vain(place):
+            place.avoid()
+            self._leave(name)
+        elif place is not None:
+            place.await_answers(False)
 
     def _leave(self, name: str) -> None:
         if (place := self._places.get(name)) is not None:
             self._over(name, place)
-            place.exchange.release(name)
 
     def _over(self, name: str, place: _Place) -> None:
+        """The request is there no more; what the verifier holds of it may go."""
+        place.await_answers(False)
+        place.exchange.release(name)
         if self._places.get(name) is place:
             del self._places[name]
-            place.member.in_flight -= 1
 
     def _cancel(self, name: str) -> None:
         if (task := self._starting.pop(name, None)) is not None:
@@ -134,13 +233,14 @@ class Following:
             async def call(up: Up) -> Down:
                 return await _call(member, handle, up)
 
-            found = Exchange(uuid.uuid4().hex, call, self._interval_s)
+            silence_s = min(SILENCE_S, self._session.verify_timeout_s / 4)
+            found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s)
             self._exchanges[member.name] = handle, found
         return found
 
     def _interval_s(self) -> float:
         """With many streams tokens wait longer, as a best-effort request's do."""
-        return max(self._interval, len(self) * DELTA_S)
+        return max(self._session.commit_interval_s, len(self) * DELTA_S)
 
 
 async def _call(member: Member, handle: Any, up: Up) -> Down:
@@ -152,5 +252,4 @@ async def _call(member: Member, handle: Any, up: Up) -> Down:
     except Exception as error:
         if isinstance(error.__cause__, ActorUnavailableError):
             raise CallLost(str(error)) from error
-        member.avoid_until = time.monotonic() + AVOID_S
         raise

@@ -124,7 +124,7 @@ class Auditor:
         return odd or [first, second]
 
     async def _compute(self, member: Member, windows: list[Window]) -> list[Any]:
-        answers: list[Any] = await member.handle.verify.remote(windows, cold=True)
+        answers: list[Any] = await member.handle.verify_cold.remote(windows)
         return answers
 
     def _other(self, *not_these: Member) -> Member | None:

@@ -1,7 +1,7 @@
 """The verifiers as a fast-path replica sees them: who is there, whom to ask, what a failing call becomes.
 
 The supervisor (supervisor.py) says who is there; a replica that cannot reach it creates it anew and goes on
-with the members it knows. Calls are plain actor calls; the reply is an object ref, awaited.
+with the members it knows. What requests want goes through following.py; calls are plain actor calls.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from ray.exceptions import RayError
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
-from llm42.errors import Overloaded, VerifierUnavailable
+from llm42.errors import VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.protocol import Commit, Window
+from llm42.protocol import Commit, Failure, Window
 from llm42.session.interfaces import Sink
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
 from llm42_serve.replica.following import Following
-from llm42_serve.replica.member import AVOID_S, Answer, Member, errors_of
+from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.names import get_actor
 from llm42_serve.verifiers.supervisor import MemberInfo
 
 log = logging.getLogger(__name__)
+Answer = Commit | Failure
 WATCH_S = 0.5
 LOOK_S = 1.0
 MANIFEST_TIMEOUT_S = 3.0
@@ -56,7 +57,7 @@ class VerifierPool:
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         log_values = settings.telemetry.log_prompts
-        self._following = Following(self, settings.session.commit_interval_s, observe)
+        self._following = Following(self, settings.session, observe)
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
 
     def start(self) -> None:
@@ -117,59 +118,35 @@ class VerifierPool:
         reasons = {m.status.detail or m.status.state for m in self.members if m.status}
         return "No verifier is ready: " + ("; ".join(sorted(reasons)) or "not reachable") + "."
 
-    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
+    async def verify(self, windows: Sequence[Window]) -> list[Answer]:
         """One try: commits (or final failures) in order. VerifierUnavailable or Overloaded may be retried.
-        cold: windows of stored answers; computed without the cache.
 
         A verifier that died is replaced within seconds, so this waits for one to be ready; the caller bounds
         the wait (session.verify_timeout_s).
         """
-        entered = time.monotonic()
-        member = await self.ready_member(windows[0])
-        # what the verifier has not seen yet may be long, and others would wait for it: it goes by itself
-        first = windows[0]
-        joined = not cold and len(windows) == 1 and self._asked.get(first.request_id) == member.name
-        if not cold:
-            self._asked.update(dict.fromkeys((w.request_id for w in windows), member.name))
-        try:
-            answers = await self._call(member, windows, cold, entered, joined)
-        except Overloaded:
-            if not cold:
-                self._observe(math.inf)
-            raise
-        if cold:
-            return answers
-        for answer in answers:
-            if isinstance(answer, Commit):
-                self._observe(answer.timings.queue_s)
-        self._auditor.consider(member, windows, answers)
-        return answers
+        return list(await asyncio.gather(*map(self._verified, windows)))
 
-    async def _call(
-        self, member: Member, windows: Sequence[Window], cold: bool, entered: float, joined: bool
-    ) -> list[Answer]:
-        """One actor call, or a part of one (`joined`, of a single window); what goes wrong is remembered of
-        the member. entered: when the caller's time for this try began."""
-        actor_id, began, answered = member.actor_id, time.monotonic(), False
+    async def _verified(self, window: Window) -> Answer:
+        member, answer = await self._following.verified(window)
+        self._auditor.consider(member, [window], [answer])
+        return answer
+
+    async def verify_cold(self, windows: Sequence[Window]) -> list[Answer]:
+        """Windows of stored answers, by one verifier without its cache. Raises as `verify`."""
+        member, limit_s = await self.ready_member(windows[0]), self._settings.session.verify_timeout_s
+        began, failed = time.monotonic(), True
         member.in_flight += len(windows)
         try:
-            answers: list[Answer]
             with errors_of(member):
-                if joined:
-                    answers = [await member.batches.ask(windows[0])]
-                else:
-                    answers = await member.handle.verify.remote(list(windows), cold)
-            answered = True
+                answers: list[Answer] = await member.handle.verify_cold.remote(list(windows))
+            failed = False
             return answers
         except asyncio.CancelledError:
-            # the client has gone, or nothing came in time; only the second is the verifier's doing, and only
-            # when the time was not spent on waiting for it to be ready
-            now, limit_s = time.monotonic(), self._settings.session.verify_timeout_s
-            answered = now - entered < limit_s - 1.0 or now - began < limit_s / 2
+            failed = time.monotonic() - began >= limit_s / 2
             raise
         finally:
             member.in_flight -= len(windows)
-            if not answered and member.actor_id == actor_id:
+            if failed:
                 member.avoid_until = time.monotonic() + AVOID_S
 
     def follow(self, window: Window, sink: Sink) -> None:
@@ -180,16 +157,18 @@ class VerifierPool:
         """As llm42/session/interfaces.py has it. `told` is not called: the verifier answers the sink."""
         self._following.renew(request_id, until)
 
+    def progressed_s(self, request_id: str) -> float:
+        """As llm42/session/interfaces.py has it."""
+        return self._following.progressed_s(request_id)
+
     def note(self, request_id: str, member: Member) -> None:
         """Remembers whom a request was sent to."""
         self._asked[request_id] = member.name
 
     def release(self, request_id: str) -> None:
-        """Tells the verifiers that a request is over; nothing waits for it."""
+        """Tells the request's verifier that it is over; nothing waits for it."""
         self._asked.pop(request_id, None)
         self._following.release(request_id)
-        for member in self.ready:
-            member.handle.release.remote(request_id)
 
     def asked(self, request_id: str) -> str:
         """The verifier that was asked last for a request that is not over; empty when none was."""

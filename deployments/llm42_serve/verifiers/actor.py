@@ -168,14 +168,13 @@ class VerifierActor:
         kv_tokens = self._verifier.kv_tokens
         return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, kv_tokens)
 
-    async def verify(self, windows: list[Window], cold: bool = False) -> list[Commit | Failure]:
-        """Answers in order. Pure, so a caller may repeat it. cold: compute everything anew (audits). Raises
+    async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:
+        """Answers in order, everything computed anew (audits). Pure, so a caller may repeat it. Raises
         VerifierUnavailable or Overloaded."""
-        return await self._ready().verify(windows, cold)
+        return await self._ready().verify(windows, cold=True)
 
     async def exchange(self, up: Up) -> Down:
-        """A replica's call about requests that are decoded here; answered when something is due. Raises
-        VerifierUnavailable."""
+        """A replica's call about its requests; answered when something is due. Raises VerifierUnavailable."""
         if self._boxes is None:
             self._boxes = Outboxes(self._ready())
         return await self._boxes.exchange(up)
@@ -189,11 +188,6 @@ class VerifierActor:
         if self._verifier is None:
             raise VerifierUnavailable(self._failure or "the verifier is still certifying this machine")
         return self._verifier
-
-    async def release(self, request_id: str) -> None:
-        """The request is over; its private KV may go."""
-        if self._verifier is not None:
-            self._verifier.release(request_id)
 
     async def manifest(self) -> dict[str, Any]:
         """What the fingerprint hashes; empty while there is none."""

@@ -2,21 +2,24 @@
 
 The step thread puts commits in, one a request and step; the event loop gives them out, joined. A commit that
 answers a window is due at once, a directly decoded token when it has waited for the interval. An answer is
-kept until the replica has acknowledged it, and given again when it was lost. Repeats are harmless: a session
-compares what it knows (llm42/session/machine.py).
+kept until the replica has acknowledged it, and given again when it was lost. A call that comes twice is heard
+once, and so is a window; of a request whose window was replaced or released nothing more is put in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Protocol
 
 from llm42.errors import LLM42Error, VerificationFailed
@@ -27,7 +30,10 @@ from llm42.session.verify_call import SEND_IN_FULL
 from llm42_serve.wire import Answer, Down, Up, pack
 
 log = logging.getLogger(__name__)
-_Waiting = dict[str, list[Answer]]
+_Waiting = dict[str, list[tuple[int, Answer]]]
+"""By request, each with the mark of its window."""
+HEARD = 16
+"""Numbers of calls that are remembered: more than one that comes twice is behind the newest."""
 
 
 @dataclass(slots=True)
@@ -39,14 +45,18 @@ class _Given:
     waiting: _Waiting
 
 
-class Follows(Protocol):
-    """What is asked of the verifier: see llm42/session/interfaces.py."""
+class Asked(Protocol):
+    """What is asked of the verifier: see llm42/session/interfaces.py and llm42/verifier/front.py."""
+
+    def submit(self, window: Window) -> Future[Commit | Failure]: ...
 
     def follow(self, window: Window, sink: Sink) -> None: ...
 
     def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None: ...
 
     def release(self, request_id: str) -> None: ...
+
+    def progressed_s(self, request_id: str) -> float: ...
 
 
 class Outbox:
@@ -60,6 +70,11 @@ class Outbox:
         """When the oldest of them came (time.monotonic)."""
         self._urgent = self._told = False
         """_told: the loop knows that something waits, and whether it is urgent."""
+        self._marks: dict[str, int] = {}
+        """Of the requests' present windows."""
+        self._computed: dict[str, Future[Commit | Failure]] = {}
+        """The present windows of those that are not followed."""
+        self._heard: list[int] = []
         self._given: list[_Given] = []
         self._number = self._acknowledged = 0
         self._open: tuple[Up, asyncio.Future[Down]] | None = None
@@ -67,33 +82,79 @@ class Outbox:
         self.called = time.monotonic()
         """When the replica was last heard of."""
 
-    def sink(self, request_id: str) -> Callable[[Answer], None]:
+    # ---- what is asked for
+
+    def hears(self, number: int) -> bool:
+        """Whether the call of this number comes for the first time."""
+        if number in self._heard:
+            return False
+        self._heard = [*self._heard[1 - HEARD :], number]
+        return True
+
+    def begin(self, request_id: str, mark: int) -> bool:
+        """A window has come; False if it has been here before, or a later one has. From now on nothing is
+        taken in of those before it."""
+        with self._lock:
+            if 0 < mark <= self._marks.get(request_id, 0):
+                return False
+            self._marks[request_id] = mark
+        self._drop(request_id)
+        return True
+
+    def mark_of(self, request_id: str) -> int:
+        """Of its present window; 0: there is none."""
+        with self._lock:
+            return self._marks.get(request_id, 0)
+
+    def sink(self, request_id: str, mark: int = 0) -> Callable[[Answer], None]:
         """Takes in what comes of one window; its first answer, and errors, are due at once."""
         first = True
 
         def put(answer: Answer) -> None:
             nonlocal first
-            self.put(request_id, answer, urgent=first or not isinstance(answer, Commit))
+            self.put(request_id, answer, first or not isinstance(answer, Commit), mark)
             first = False
 
         return put
 
-    def put(self, request_id: str, answer: Answer, urgent: bool) -> None:
-        """One more; any thread. The loop is woken when that may change when something is given."""
-        with self._lock:
-            if not self._waiting:
-                self._since = time.monotonic()
-            self._waiting.setdefault(request_id, []).append(answer)
-            wake = not self._told or (urgent and not self._urgent)
-            self._told, self._urgent = True, self._urgent or urgent
-        if wake:
-            with suppress(RuntimeError):  # the loop is closed: nobody asks any more
-                self._loop.call_soon_threadsafe(self._look)
+    def await_answer(self, request_id: str, mark: int, answer: Future[Commit | Failure]) -> None:
+        """Takes in what comes of a window without credit; one that is cancelled says nothing."""
+        self._computed[request_id] = answer
+        answer.add_done_callback(partial(self._answered, request_id, mark))
+
+    def _answered(self, request_id: str, mark: int, answer: Future[Commit | Failure]) -> None:
+        if not answer.cancelled():
+            error = answer.exception()
+            self.put(request_id, answer.result() if error is None else _typed(error), True, mark)
 
     def forget(self, request_id: str) -> None:
         """The request is over: what waits of it is for nobody."""
         with self._lock:
             self._waiting.pop(request_id, None)
+            self._marks.pop(request_id, None)
+        self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """A window that waits to be computed is not any more."""
+        if (answer := self._computed.pop(request_id, None)) is not None:
+            answer.cancel()
+
+    # ---- what comes, and when it is given
+
+    def put(self, request_id: str, answer: Answer, urgent: bool, mark: int = 0) -> None:
+        """One more; any thread. The loop is woken when that may change when something is given. mark: of
+        the window that it belongs to, unless that is not known."""
+        with self._lock:
+            if mark and mark != self._marks.get(request_id):
+                return
+            if not self._waiting:
+                self._since = time.monotonic()
+            self._waiting.setdefault(request_id, []).append((mark, answer))
+            wake = not self._told or (urgent and not self._urgent)
+            self._told, self._urgent = True, self._urgent or urgent
+        if wake:
+            with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+                self._loop.call_soon_threadsafe(self._look)
 
     async def take(self, up: Up) -> Down:
         """Answers a call when something is due, or when the next one comes. Cancelling it loses nothing."""
@@ -118,12 +179,16 @@ class Outbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._open is None or not self._waiting:
+        if self._open is None:
             return
-        delay_s = 0.0 if self._urgent else self._since + self._open[0].interval_s - time.monotonic()
+        up = self._open[0]
+        due = self.called + up.answer_s
+        if self._waiting:
+            due = min(due, -math.inf if self._urgent else self._since + up.interval_s)
+        delay_s = due - time.monotonic()
         if delay_s <= 0.0:
             self._answer()
-        else:
+        elif delay_s < math.inf:
             self._timer = self._loop.call_later(delay_s, self._look)
 
     def _answer(self) -> None:
@@ -146,8 +211,10 @@ class Outbox:
             down = _down(self._number, after, waiting)
         except Exception as error:  # a bug; nobody must wait for ever
             log.exception("what waits for a replica cannot be packed")
-            broken = VerificationFailed(f"{type(error).__name__}: {error}")
-            down = Down(self._number, after, None, tuple((0, name, broken) for name in waiting))
+            marks = tuple(answers[-1][0] for answers in waiting.values())
+            down = Down(
+                self._number, after, None, tuple((0, name, _typed(error)) for name in waiting), marks=marks
+            )
         future.set_result(replace(down, box=self._name))
 
     def _acknowledge(self, up: Up) -> None:
@@ -166,46 +233,69 @@ class Outbox:
 
 
 def _down(number: int, after: int, waiting: _Waiting) -> Down:
-    """All that waits as one answer: one commit per request, unless something lies between its commits."""
-    commits: list[Commit] = []
-    failures: list[tuple[int, str, Failure | LLM42Error]] = []
+    """All that waits as one answer: one commit per request and window, unless something lies between its
+    commits."""
+    commits, marks = list[Commit](), list[int]()
+    failures = list[tuple[int, str, Failure | LLM42Error]]()
+    failed = list[int]()
     for name, answers in waiting.items():
-        run: list[Commit] = []
-        for answer in answers:
-            if isinstance(answer, Commit):
-                run.append(answer)
-            else:
-                commits += joined(run)
-                failures.append((len(commits), name, answer))
-                run = []
-        commits += joined(run)
-    return Down(number, after, pack(commits) if commits else None, tuple(failures))
+        for (mark, _), run in groupby(answers, lambda each: (each[0], isinstance(each[1], Commit))):
+            of_run = [answer for _, answer in run]
+            found = joined(c for c in of_run if isinstance(c, Commit))
+            commits += found
+            marks += [mark] * len(found)
+            failures += [(len(commits), name, f) for f in of_run if not isinstance(f, Commit)]
+            failed += [mark] * (len(of_run) if not found else 0)
+    packed = pack(commits) if commits else None
+    return Down(number, after, packed, tuple(failures), marks=(*marks, *failed))
+
+
+def _typed(error: BaseException) -> LLM42Error:
+    """What is not ours is a bug, of one request."""
+    return error if isinstance(error, LLM42Error) else VerificationFailed(f"{type(error).__name__}: {error}")
 
 
 class Outboxes:
     """Those of all replicas, and what their calls ask of the verifier. Belongs to an event loop."""
 
-    def __init__(self, verifier: Follows) -> None:
+    def __init__(self, verifier: Asked) -> None:
         self._verifier = verifier
         self._boxes: dict[str, Outbox] = {}
 
     async def exchange(self, up: Up) -> Down:
-        """One call of a replica. Raises VerifierUnavailable when the verifier is closed."""
+        """One call of a replica."""
         box = self._boxes.get(up.replica)
         if box is None:
             box = self._boxes[up.replica] = Outbox()
+        if box.hears(up.number):
+            self._hear(box, up)
+        down = await box.take(up)
+        return replace(down, progressed_s=self._verifier.progressed_s(""))
+
+    def _hear(self, box: Outbox, up: Up) -> None:
         for name in up.releases:
             self._verifier.release(name)
             box.forget(name)
-        for window in up.windows:
-            sink = box.sink(window.request_id)
-            try:
-                self._verifier.follow(window, sink)
-            except LLM42Error as refusal:  # of this one, perhaps: too many wait
-                sink(refusal)
+        for mark, window in zip(up.marks, up.windows, strict=True):
+            if box.begin(window.request_id, mark):
+                self._ask(box, window, mark)
         for name, until in up.renewals:
-            self._verifier.renew(name, until, partial(_told, box, name))
-        return await box.take(up)
+            self._verifier.renew(name, until, partial(_told, box, name, box.mark_of(name)))
+
+    def _ask(self, box: Outbox, window: Window, mark: int) -> None:
+        """What is wrong with one window is said of it alone."""
+        name = window.request_id
+        sink = box.sink(name, mark)
+        try:
+            if window.credit:
+                self._verifier.follow(window, sink)
+            else:
+                box.await_answer(name, mark, self._verifier.submit(window))
+        except LLM42Error as refusal:  # of this one, perhaps: too many wait
+            sink(refusal)
+        except Exception as error:
+            log.exception("a window of %s cannot be asked for", name)
+            sink(_typed(error))
 
     def forget_silent(self, age_s: float) -> None:
         """Drops the boxes of replicas that have not called for `age_s` seconds and have no call open."""
@@ -213,7 +303,7 @@ class Outboxes:
         self._boxes = {name: b for name, b in self._boxes.items() if b.is_open or b.called >= limit}
 
 
-def _told(box: Outbox, request_id: str, known: bool) -> None:
+def _told(box: Outbox, request_id: str, mark: int, known: bool) -> None:
     if not known:
         text = "the verifier does not hold the request any more"
-        box.put(request_id, Failure(request_id, SEND_IN_FULL, text), urgent=True)
+        box.put(request_id, Failure(request_id, SEND_IN_FULL, text), urgent=True, mark=mark)

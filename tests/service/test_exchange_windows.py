@@ -1,0 +1,266 @@
+"""Windows of mode verify over the exchange: each is computed once and answered once, whatever the transport
+does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm42.errors import Overloaded, StepFailed, VerificationFailed, VerifierUnavailable
+from llm42.protocol import Commit, Failure, SamplingParams, Window
+from llm42_serve.replica import exchange as exchanges
+from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.verifiers import outbox as outboxes
+from llm42_serve.verifiers.outbox import Outbox
+from llm42_serve.wire import Answer, Down, Up
+from tests.protocol.session_model import oracle, prompt_of, verify
+from tests.service.wires import Both, Stepper, checked, read, request_of
+
+FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
+
+
+@asynccontextmanager
+async def both(**changes: Any) -> AsyncIterator[Both]:
+    made = Both(**changes)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def played(
+    count: int = 8, patience_s: float = 3.0, beside: int = 4, **changes: Any
+) -> tuple[list[str], Both]:
+    """What was noticed of the transport by requests in mode verify, beside others that are followed."""
+    async with both(**changes) as made:
+        asked = [checked(made.exchange, request_of(i), patience_s) for i in range(count)]
+        followed = [read(made.exchange, request_of(100 + i), patience_s) for i in range(beside)]
+        found, others = await asyncio.gather(asyncio.gather(*asked), asyncio.gather(*followed))
+    noticed = []
+    for i, each in enumerate(found):
+        facts = {
+            "another output": each.tokens != oracle(60, prompt_of(i))[0],
+            "a failure": bool(each.failures),
+            "silence": bool(each.silences),
+        }
+        noticed += [f"{i}: {fact}" for fact, holds in facts.items() if holds]
+    if len(made.verifier.submitted) != sum(each.stats.windows for each in found):
+        noticed.append("a window was computed more than once")
+    if any(o.failures or o.silences for o in others):
+        noticed.append("a request that is followed noticed")
+    return noticed, made
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_nobody_notices_what_the_transport_does(seed: int) -> None:
+    noticed, made = await played(seed=seed, fates=FATES)
+    assert noticed == []
+    assert made.transport.most == 2
+
+
+@pytest.mark.parametrize("fate", ["lost", "unsent", "twice", "slow"])
+async def test_nor_of_each_alone(fate: str) -> None:
+    noticed, _ = await played(4, fates=("good", "good", fate))
+    assert noticed == []
+
+
+class GivesOnce(Outbox):
+    """Keeps nothing of what it has given."""
+
+    def _acknowledge(self, up: Up) -> None:
+        super()._acknowledge(replace(up, acknowledged=self._number))
+
+
+class HearsAll(Outbox):
+    """Takes a call, and a window, that comes again for another one."""
+
+    def hears(self, number: int) -> bool:
+        return True
+
+    def begin(self, request_id: str, mark: int) -> bool:
+        super().begin(request_id, mark)
+        return True
+
+
+class TakesAll(Exchange):
+    """Takes any answer for that of the window that is awaited, as one without marks."""
+
+    def _say(self, name: str, mark: int, answer: Answer) -> None:
+        super()._say(name, 0, answer)
+
+
+class SaysOnce(Exchange):
+    """Does not repeat what a lost call said."""
+
+    def _repeat(self, up: Up, error: Exception) -> None:
+        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=()), error)
+
+
+async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outboxes, "Outbox", GivesOnce)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(played(2, 0.1, 0, fates=("good", "lost")), 2.0)
+
+
+async def test_control_a_call_that_is_not_repeated() -> None:
+    noticed, _ = await played(4, 0.1, 0, fates=("good", "good", "unsent"), kind=SaysOnce)
+    assert any("silence" in x for x in noticed)
+
+
+async def test_control_calls_that_are_heard_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even then each window has its own answer: what is computed again belongs to an older one."""
+    monkeypatch.setattr(outboxes, "Outbox", HearsAll)
+    found = [(await played(beside=0, seed=seed, fates=("good", "twice", "lost")))[0] for seed in range(3)]
+    assert {n for noticed in found for n in noticed} == {"a window was computed more than once"}
+
+
+async def test_control_answers_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outboxes, "Outbox", HearsAll)
+    with pytest.raises((ValueError, AssertionError), match=r"does not answer|came twice"):
+        for seed in range(8):
+            await played(beside=0, seed=seed, fates=("good", "twice", "lost"), kind=TakesAll)
+
+
+# ---- calls
+
+
+def named(name: str) -> Window:
+    return Window(name, (3, 1), 2, (), SamplingParams())
+
+
+async def ask(exchange: Exchange, *names: str) -> list[Any]:
+    """The answers, each once it is there."""
+    heard: dict[str, asyncio.Future[Any]] = {n: asyncio.get_running_loop().create_future() for n in names}
+    for name, future in heard.items():
+        exchange.follow(named(name), future.set_result)
+    return await asyncio.wait_for(asyncio.gather(*heard.values()), 5.0)
+
+
+async def test_a_window_is_sent_at_once_and_its_answer_leaves_at_once() -> None:
+    async with both(interval_s=30.0) as made:
+        for i in range(5):
+            began = time.monotonic()
+            await ask(made.exchange, f"r{i}")
+            assert time.monotonic() - began < 1.0
+        assert [len(up.windows) for up in made.transport.calls] == [1] * 5, "one call a window, and none open"
+
+
+async def test_many_windows_share_calls() -> None:
+    async with both(step_s=0.02) as made:
+        found = await ask(made.exchange, *(f"r{i}" for i in range(100)))
+        assert [a.request_id for a in found] == [f"r{i}" for i in range(100)]
+        assert [len(up.windows) for up in made.transport.calls[:3]] == [1, 1, 98]
+
+
+async def test_who_is_asked_no_more_says_nothing_and_waits_no_more() -> None:
+    async with both(step_s=0.1) as made:
+        heard = list[Any]()
+        for i in range(8):  # four are answered in a step
+            made.exchange.follow(named(f"r{i}"), heard.append)
+        await asyncio.sleep(0.02)
+        for i in range(8):
+            made.exchange.release(f"r{i}")
+        await asyncio.sleep(0.4)
+        assert heard == []
+        assert sorted(made.verifier.released) == [f"r{i}" for i in range(8)]
+        assert all(answer.cancelled() for _, answer in made.verifier.waiting)
+
+
+async def test_a_later_window_takes_the_place_of_an_earlier_one() -> None:
+    async with both(step_s=0.05) as made:
+        heard = list[Any]()
+        made.exchange.follow(named("r"), lambda _: heard.append("the first"))
+        await asyncio.sleep(0.01)
+        made.exchange.follow(named("r"), heard.append)
+        await asyncio.sleep(0.3)
+        assert [type(h) for h in heard] == [Commit]
+
+
+async def test_an_exchange_that_was_idle_does_not_take_the_verifier_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which has dropped its outbox meanwhile."""
+    monkeypatch.setattr(exchanges, "FRESH_S", 0.05)
+    async with both() as made:
+        for i in range(3):
+            (answer,) = await ask(made.exchange, f"r{i}")
+            assert isinstance(answer, Commit)
+            await asyncio.sleep(0.1)
+            made.boxes.forget_silent(0.0)
+            assert not made.boxes._boxes
+        monkeypatch.setattr(exchanges, "FRESH_S", 60.0)
+        (answer,) = await ask(made.exchange, "control")
+        assert "started anew" in str(answer)
+
+
+# ---- what goes wrong
+
+
+async def test_a_dead_verifier_is_said_to_every_window_that_waits() -> None:
+    async def dead(up: Up) -> Down:
+        await asyncio.sleep(0.01)
+        raise ConnectionResetError("gone")
+
+    exchange = Exchange("replica", dead, lambda: 30.0)
+    found = await ask(exchange, *(f"r{i}" for i in range(5)))
+    assert [type(f) for f in found] == [VerifierUnavailable] * 5
+
+
+async def test_so_is_one_that_no_call_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "AGAIN_S", (0.01, 0.01))
+
+    async def lost(up: Up) -> Down:
+        raise CallLost("nowhere")
+
+    (found,) = await ask(Exchange("replica", lost, lambda: 30.0), "r")
+    assert isinstance(found, VerifierUnavailable)
+
+
+class Refuses(Stepper):
+    """Fails with the windows of one request, at once or in a step."""
+
+    def __init__(self, failure: Failure | Exception, at_once: bool) -> None:
+        super().__init__()
+        self.failure, self.at_once = failure, at_once
+
+    def submit(self, window: Window) -> Future[Commit | Failure]:
+        if window.request_id != "bad":
+            return super().submit(window)
+        if self.at_once and isinstance(self.failure, Exception):
+            raise self.failure
+        answer: Future[Commit | Failure] = Future()
+        if isinstance(self.failure, Failure):
+            answer.set_result(self.failure)
+        else:
+            answer.set_exception(self.failure)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("failure", "at_once", "told"),
+    [
+        (Overloaded("planted"), True, Overloaded),
+        (VerifierUnavailable("planted"), True, VerifierUnavailable),
+        (ValueError("a bug"), True, VerificationFailed),
+        (ValueError("a bug"), False, VerificationFailed),
+        (StepFailed("planted"), False, StepFailed),
+        (Failure("bad", "non_finite_logits", "planted"), False, Failure),
+    ],
+)
+async def test_what_is_wrong_with_a_window_is_its_own(
+    failure: Failure | Exception, at_once: bool, told: type[Any]
+) -> None:
+    async with both() as made:
+        await asyncio.to_thread(made.verifier.close)
+        made.verifier = made.boxes._verifier = Refuses(failure, at_once)
+        good, bad, other = await ask(made.exchange, "good", "bad", "other")
+        assert isinstance(bad, told), bad
+        assert [good, other] == [verify(named("good")), verify(named("other"))]
+        assert made.exchange.dead is None
