@@ -33,7 +33,8 @@ class SessionSettings(Section):
     """A window is sent at the latest this long after the last commit (seconds), so that streams stay
     smooth."""
     verify_timeout_s: PositiveFloat = 60.0
-    """A verify call without an answer for this long (seconds) is repeated."""
+    """What a verifier does not answer is asked again after this long (seconds), in which it has not completed
+    a step for any other request either: who waits while it works on others waits for its turn."""
     verify_attempts: PositiveInt = 4
     """Calls for one window that are left unanswered before the request ends with an error. A verifier that
     is dead or full refuses at once; it is asked again for as long as those calls might take."""

@@ -24,8 +24,9 @@ _Answer = tuple[int, Commit | Failure | Exception]
 
 
 class DirectDrive(Drive):
-    """No engine takes part. A try lasts until something fails, or until nothing has come for
-    session.verify_timeout_s; the next one begins behind what is committed."""
+    """No engine takes part. A try lasts until something fails, or until session.verify_timeout_s have passed
+    without a token and without a step of its verifier: one that works on others will come to this one. The
+    next try begins behind what is committed."""
 
     def __init__(self, owner: Owner, request: Request, text: OutputText) -> None:
         super().__init__(owner, request, text)
@@ -88,10 +89,15 @@ class DirectDrive(Drive):
 
     async def _answers(self) -> list[_Answer]:
         """Waits until something has come; commits that follow each other are one."""
-        limit_s = self.settings.verify_timeout_s
-        await self.inbox.wait(NONE, self.waits_since + limit_s - time.monotonic())
-        _, answers = self.inbox.take()
-        return list(_joined(answers)) or [(self.attempt, TimeoutError())]
+        limit_s, name = self.settings.verify_timeout_s, self.request.request_id
+        left_s = self.waits_since + limit_s - time.monotonic()
+        while True:
+            await self.inbox.wait(NONE, left_s)
+            _, answers = self.inbox.take()
+            left_s = limit_s - self.verifier.progressed_s(name)
+            if answers or left_s <= 0.0:
+                return list(_joined(answers)) or [(self.attempt, TimeoutError())]
+            self._renew(self.session.until)  # says nothing new; but should it not be known there, we hear of it
 
     def _take(self, commit: Commit) -> Delta | None:
         """What the client gets of a commit; None when it says nothing new."""

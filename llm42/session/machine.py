@@ -277,3 +277,8 @@ class Session:
             self.target = grown if worth else max(least, min(grown, self._ahead // 2))
         elif not full:
             self.target = max(self.settings.min_window, self.target // 2)
+
+    @property
+    def until(self) -> int:
+        """Up to which length of prompt and output the verifier may go on; 0: no window had credit."""
+        return self._until

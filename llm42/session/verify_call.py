@@ -111,11 +111,11 @@ async def verify(
 async def _once(
     client: VerifierClient, window: Window, timeout_s: float, tracer: Tracer, trace: str
 ) -> Commit | Failed:
-    """What came of one try. trace: what the call's span belongs to."""
+    """What came of one try, which lasts until `timeout_s` have passed without a step of its verifier. trace:
+    what the call's span belongs to."""
     span, attributes = tracer.start("verify", trace), dict[str, Any](error="cancelled")
     try:
-        async with asyncio.timeout(timeout_s):
-            (answer,) = await client.verify([window])
+        (answer,) = await _in_time(client, window, timeout_s)
         if isinstance(answer, Commit):
             attributes = asdict(answer.timings)
             return answer
@@ -128,3 +128,17 @@ async def _once(
         return failed
     finally:
         span.end(**attributes)
+
+
+async def _in_time(client: VerifierClient, window: Window, timeout_s: float) -> list[Commit | Failure]:
+    """Raises TimeoutError as late as the verifier's progress on other windows allows: this one waits for its
+    turn until then."""
+    call, left_s = asyncio.ensure_future(client.verify([window])), timeout_s
+    try:
+        while not (await asyncio.wait((call,), timeout=left_s))[0]:
+            left_s = timeout_s - client.progressed_s(window.request_id)
+            if left_s <= 0.0:
+                raise TimeoutError
+        return call.result()
+    finally:
+        call.cancel()

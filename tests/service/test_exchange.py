@@ -161,6 +161,22 @@ async def test_nobody_calls_for_nobody() -> None:
         assert made.exchange.followed == 0
 
 
+@pytest.mark.parametrize(("answer_s", "heard"), [(0.05, True), (LONG_S, False)])
+async def test_a_verifier_that_has_nothing_to_say_says_that_it_goes_on(answer_s: float, heard: bool) -> None:
+    """The control: one that speaks only when something is due."""
+    async with both(interval_s=LONG_S, answer_s=answer_s) as made:
+        assert made.exchange.progressed_s > 1e9, "it has said nothing yet"
+        got = asyncio.Event()
+        made.exchange.follow(window_of("a"), lambda _: got.set())
+        await asyncio.wait_for(got.wait(), 5.0)
+        made.exchange.follow(window_of("b", credit=1), lambda _: None)
+        await asyncio.sleep(0.6)
+        assert (made.exchange.progressed_s < 0.3) == heard
+        made.verifier.held = True
+        await asyncio.sleep(0.6)
+        assert made.exchange.progressed_s > 0.4, "answers alone are no progress"
+
+
 # ---- what goes wrong
 
 

@@ -4,6 +4,7 @@ repeats and delays, and a reader that plays a request's session."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class Decoded:
 
 
 class Stepper:
-    """Decodes a token of every request in each step, on a thread of its own."""
+    """Decodes a token of every request in each step, on a thread of its own. held: its step hangs."""
 
     def __init__(self, step_s: float = 0.001) -> None:
         self.step_s, self.lock, self.ended = step_s, threading.Lock(), threading.Event()
@@ -51,7 +52,7 @@ class Stepper:
         self.released: list[str] = []
         self.waiting: list[tuple[Window, Future[Commit | Failure]]] = []
         self.submitted: list[Window] = []
-        self.stepped = time.monotonic()
+        self.stepped, self.held = time.monotonic(), False
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
 
@@ -89,6 +90,8 @@ class Stepper:
 
     def _loop(self) -> None:
         while not self.ended.wait(self.step_s):
+            if self.held:
+                continue
             self.stepped = time.monotonic()
             with self.lock:
                 answered, self.waiting = self.waiting[:4], self.waiting[4:]
@@ -245,13 +248,14 @@ class Both:
     interval_s: float = INTERVAL_S
     step_s: float = 0.001
     kind: type[Exchange] = Exchange
+    answer_s: float = math.inf
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.verifier = Stepper(self.step_s)
         self.boxes = Outboxes(self.verifier)
         self.transport = Transport(self.boxes.exchange, Random(self.seed), self.fates)  # type: ignore[arg-type]
-        self.exchange = self.kind("replica", self.transport, lambda: self.interval_s)
+        self.exchange = self.kind("replica", self.transport, lambda: self.interval_s, self.answer_s)
 
     async def close(self) -> None:
         self.exchange.close()
