@@ -145,6 +145,38 @@ def test_a_new_window_takes_the_place_of_the_older_follower(lab: Lab) -> None:
     assert verifier.stats().cached_rows > 0
 
 
+@pytest.mark.parametrize("control", [False, True])
+def test_so_does_a_window_without_credit(lab: Lab, monkeypatch: pytest.MonkeyPatch, control: bool) -> None:
+    """What was computed is used, and nothing is decoded beside it. A cold window is an audit's, and takes
+    nobody's place."""
+    if control:
+        monkeypatch.setattr(Followers, "retire", lambda *_: None)
+    verifier, request = lab.verifier(wrap=Lates()), request_of("r", 5)
+    reader = Reader(request)
+    reader.follow(verifier, 40)
+    run(verifier, 9)
+    cold = verifier.submit(window_of(request, []), cold=True)
+    run(verifier, 3)
+    seen = reader.answers
+    assert seen > 9
+    output = list(reader.tokens)
+    later = verifier.submit(window_of(request, output))
+    run(verifier)
+    commits = [f.result() for f in (cold, later)]
+    assert [c.next_token for c in commits if isinstance(c, Commit)] == [
+        lab.oracle(request).tokens[0], lab.oracle(request).tokens[len(output)]
+    ]  # fmt: skip
+    if not control:
+        assert reader.answers == seen
+        assert not len(verifier._followers)
+        assert isinstance(commits[1], Commit) and commits[1].timings.cached_rows > len(request.prompt)
+        verifier.release("r")
+        run(verifier)
+        check_pool(verifier._pool)
+    else:
+        assert reader.answers > seen
+
+
 def test_who_is_out_of_credit_may_lose_its_kv(lab: Lab) -> None:
     reader, verifier = followed(lab, request_of("r", 6), 5)
     verifier._store.release("r")

@@ -12,14 +12,16 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from llm42.errors import VerifierUnavailable
-from llm42.protocol import Window
+from llm42.protocol import SamplingParams, Window
 from llm42.session.interfaces import Sink
+from llm42.session.verify_call import verify
+from llm42.telemetry.tracing import Tracer
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.outbox import Outboxes
 from llm42_serve.wire import Down, Up
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.pools import pool_of
-from tests.service.wires import Read, Stepper, read, request_of
+from tests.service.wires import Read, Stepper, checked, read, request_of
 
 
 class Actor:
@@ -89,6 +91,42 @@ async def all_of(pool: VerifierPool, count: int, patience_s: float = 5.0, errors
     return found
 
 
+class ByVerify(ByPool):
+    """Windows of mode verify as a session asks for them."""
+
+    def __init__(self, pool: VerifierPool) -> None:
+        super().__init__(pool)
+        self.tasks = set[asyncio.Task[None]]()
+        self.retries = 0
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        task = asyncio.create_task(self._verify(window, sink))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _verify(self, window: Window, sink: Sink) -> None:
+        sink(await verify(self.pool, window, self.pool._settings.session, Tracer(), "", self._retried))
+
+    def _retried(self) -> None:
+        self.retries += 1
+
+
+async def all_checked(pool: VerifierPool, count: int) -> tuple[int, int]:
+    """Retries and windows of requests in mode verify, read to their ends."""
+    client = ByVerify(pool)
+    found = await asyncio.gather(*(checked(client, request_of(i), 60.0) for i in range(count)))
+    for i, each in enumerate(found):
+        assert each.tokens == oracle(60, prompt_of(i))[0]
+        assert not each.failures
+    assert [m.in_flight for m in pool.members] == [0] * len(pool.members)
+    assert not len(pool._following)
+    return client.retries, sum(each.stats.windows for each in found)
+
+
+def names_at(actor: Actor) -> set[str]:
+    return {w.request_id for w in actor.verifier.submitted}
+
+
 async def test_each_request_stays_where_it_began() -> None:
     waits = list[float]()
     async with pool_with(Actor(), Actor()) as pool:
@@ -113,6 +151,100 @@ async def test_when_a_verifier_dies_its_requests_go_on_at_the_other() -> None:
         assert any(f.stats.windows > 1 for f in found)
         assert all(isinstance(x, VerifierUnavailable) for f in found for x in f.failures)
         assert not pool.members[0].ready
+
+
+async def test_windows_stay_too_and_their_verifier_alone_hears_of_the_end() -> None:
+    waits, first, second = list[float](), Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        pool._following._observe = waits.append
+        retries, windows = await all_checked(pool, 12)
+        await asyncio.sleep(0.05)
+        assert retries == 0
+        assert not names_at(first) & names_at(second)
+        assert len(names_at(first) | names_at(second)) == 12
+        for actor in (first, second):
+            assert names_at(actor) == set(actor.verifier.released)
+        assert len(waits) == windows, "admission hears of each window"
+
+
+async def test_windows_of_a_verifier_that_dies_go_on_at_the_other() -> None:
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        reading = asyncio.create_task(all_checked(pool, 12))
+        while len(first.verifier.submitted) < 12:
+            await asyncio.sleep(0.001)
+        first.dead.set()
+        retries, _ = await reading
+        assert 0 < retries <= 12
+        assert names_at(first) & names_at(second)
+
+
+async def test_windows_of_one_that_hangs_go_to_another_after_the_time_out() -> None:
+    first, second = Actor(), Actor()
+    async with pool_with(first, second, timeout_s=0.4) as pool:
+        reading = asyncio.create_task(all_checked(pool, 12))
+        while len(first.verifier.submitted) < 12:
+            await asyncio.sleep(0.001)
+        first.verifier.held = True
+        retries, _ = await reading
+        assert 0 < retries <= 12
+        first.verifier.held = False
+
+
+async def test_a_verifier_that_is_wanted_no_more_gets_no_further_window() -> None:
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        reading = asyncio.create_task(all_checked(pool, 12))
+        while len(first.verifier.submitted) < 12:
+            await asyncio.sleep(0.001)
+        pool.members = pool.members[1:]
+        await asyncio.sleep(0.05)
+        had = len(first.verifier.submitted)
+        retries, _ = await reading
+        assert (len(first.verifier.submitted), retries) == (had, 0)
+        assert names_at(first) <= set(first.verifier.released)
+
+
+async def test_a_gap_is_no_failure() -> None:
+    """A window that comes again though its verifier has answered goes there again, and nobody avoids it."""
+    first, second = Actor(), Actor()
+    async with pool_with(first, second, timeout_s=0.2) as pool:
+        heard, request = asyncio.Queue[Any](), request_of(1)
+        window = Window("r1", request.prompt, 5, (), request.sampling, credit=2, max_len=60)
+        for _ in range(6):
+            pool.follow(window, heard.put_nowait)
+            await asyncio.wait_for(heard.get(), 5.0)
+        place = pool._following._places["r1"]
+        assert [m.avoid_until for m in pool.members] == [0.0, 0.0]
+        place.member.handle.verifier.held = True
+        await asyncio.sleep(0.1)
+        while not heard.empty():
+            heard.get_nowait()
+        pool.follow(window, heard.put_nowait)
+        await asyncio.sleep(0.3)
+        pool.follow(window, heard.put_nowait)  # the control: this one has waited in vain
+        await asyncio.wait_for(heard.get(), 5.0)
+        assert pool._following._places["r1"].member is not place.member
+        assert place.member.avoid_until > 0.0
+
+
+async def test_calls_to_an_actor_that_hangs_do_not_hold_up_its_successor() -> None:
+    hung, fresh = Actor(), Actor()
+    hung.hung = True
+    async with pool_with(hung) as pool:
+        waiting = [asyncio.create_task(pool.verify([named(i)])) for i in range(20)]
+        await asyncio.sleep(0.01)
+        pool.members[0].handle = fresh
+        await asyncio.wait_for(pool.verify([named(0)]), 5.0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert pool.members[0].in_flight == 0
+    await asyncio.to_thread(fresh.verifier.close)
+
+
+def named(number: int) -> Window:
+    return Window(f"r{number}", prompt_of(number), 5, (), SamplingParams())
 
 
 async def test_a_call_out_of_reach_is_made_again_and_nobody_notices() -> None:
