@@ -53,8 +53,9 @@ class VerifierSettings(Section):
     scale_down_s: PositiveFloat = 120.0
     """An added verifier is given up after so many seconds without much to do."""
     audit_share: Share = 0.01
-    """This share of the windows is computed again by another verifier, from a cold cache, and compared bit
-    by bit."""
+    """This share of the computed rows is computed again by another verifier, from a cold cache, and compared
+    bit by bit: with this probability a window alone, or the whole of an answer that a verifier decoded by
+    itself, at its end."""
     max_waiting: PositiveInt = 256
     """Windows that may wait; beyond it the verifier says that it is overloaded."""
     certificate_dir: str | None = ".cache/certificates"

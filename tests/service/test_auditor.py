@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from llm42.protocol import Commit, SamplingParams, Window
+from llm42.protocol import Commit, SamplingParams, TokenLogprob, Window
 from llm42.telemetry.metrics import AUDIT_MISMATCHES, AUDITS, Metrics
+from llm42_serve.replica.kept_answers import KeptAnswers
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.spot_check import Auditor, same_answer
 from tests.service.stand_ins import Actor, Call, answer
@@ -134,3 +135,47 @@ def test_what_counts_as_the_same_answer() -> None:
     a = answer(WINDOW)
     assert same_answer(a, answer(WINDOW))
     assert not same_answer(a, answer(WINDOW, ONE_ULP)), "bits, not nearly"
+
+
+def decoded(base: int, *tokens: int) -> Commit:
+    found = tuple(TokenLogprob(t, -t / 8) for t in tokens)
+    return Commit("r", base, 0, tokens[0], found, "a", decoded=tokens[1:])
+
+
+def test_what_is_kept_of_an_answer_is_each_position_once_by_who_has_decoded_it() -> None:
+    kept, first, second = KeptAnswers(1.0), Member("first", "1"), Member("second", "2")
+    for tokens in ((1, 2), (1, 2, 3, 4, 5)):  # the second window is a later try: the first one decides
+        kept.begin(Window("r", tokens, 2, (), SamplingParams(), credit=9, max_len=20))
+    for member, commit in (
+        (first, decoded(2, 3, 4)),
+        (first, decoded(3, 4, 5)),  # one of it again
+        (second, decoded(9, 9)),  # behind a gap
+        (second, decoded(5, 6)),
+        (second, decoded(6, 7, 8)),
+        (first, decoded(2, 3)),  # late
+    ):
+        kept.committed(member, commit)
+    parts = kept.end("r")
+    assert [(p.member, p.actor_id) for p in parts] == [(first, "1"), (second, "2")]
+    claims = [p.claim() for p in parts]
+    assert [(w.tokens, w.candidates, c.next_token) for w, c in claims] == [
+        ((1, 2), (3, 4), 5),
+        ((1, 2, 3, 4, 5), (6, 7), 8),
+    ]
+    assert [(w.credit, w.max_len, w.prompt_len) for w, _ in claims] == [(0, 0, 2)] * 2
+    assert claims[1][1].logprobs == tuple(TokenLogprob(t, -t / 8) for t in (6, 7, 8))
+    assert kept.end("r") == []
+
+
+async def test_a_verifier_that_is_gone_is_not_audited() -> None:
+    pool = Pool(Actor("good"), Actor("other"))
+    auditor = Auditor(pool, 1.0, Counts())  # type: ignore[arg-type]
+    for gone in (False, True):
+        auditor.kept.begin(WINDOW)
+        auditor.kept.committed(pool.ready[0], decoded(2, 3))  # not what the others say
+        if gone:
+            pool.ready[0].actor_id = "its successor"
+        auditor.ended("r")
+        await asyncio.gather(*auditor._running)
+        assert (pool.condemned == []) == gone
+        pool.condemned.clear()

@@ -123,9 +123,9 @@ async def test_control_calls_that_are_heard_twice(monkeypatch: pytest.MonkeyPatc
 
 async def test_control_answers_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outboxes, "Outbox", HearsAll)
-    with pytest.raises((ValueError, AssertionError), match=r"does not answer|came twice"):
-        for seed in range(8):
-            await played(beside=0, seed=seed, fates=("good", "twice", "lost"), kind=TakesAll)
+    runs = (played(beside=0, seed=seed, fates=("good", "twice", "lost"), kind=TakesAll) for seed in range(6))
+    found = await asyncio.gather(*runs, return_exceptions=True)
+    assert any("does not answer" in str(each) or "came twice" in str(each) for each in found)
 
 
 # ---- calls

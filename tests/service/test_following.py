@@ -6,29 +6,40 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from llm42.errors import VerifierUnavailable
-from llm42.protocol import SamplingParams, Window
+from llm42.protocol import Commit, SamplingParams, Window
 from llm42.session.interfaces import Sink
 from llm42.session.verify_call import verify
 from llm42.telemetry.tracing import Tracer
+from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.outbox import Outboxes
 from llm42_serve.wire import Down, Up
+from tests.protocol import session_model
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.pools import pool_of
+from tests.service.stand_ins import Call
 from tests.service.wires import Read, Stepper, checked, read, request_of
+
+
+def cold(window: Window) -> Commit:
+    """The canonical answer, as an audit gets it."""
+    return session_model.verify(window)
 
 
 class Actor:
     """A verifier's handle: it may die, hang, or be out of reach for some calls."""
 
-    def __init__(self) -> None:
-        self.verifier = Stepper()
+    def __init__(self, verifier: Stepper | None = None) -> None:
+        self.verifier = verifier or Stepper()
+        self.verify_cold = Call(lambda windows: [cold(w) for w in windows])
+        self.self_test = Call(lambda: True)
         self.boxes = Outboxes(self.verifier)
         self.exchange = self
         self.dead, self.hung, self.unreachable, self.calls = asyncio.Event(), False, 0, 0
@@ -69,8 +80,11 @@ class ByPool:
 
 
 @asynccontextmanager
-async def pool_with(*actors: Actor, timeout_s: float = 60.0) -> AsyncIterator[VerifierPool]:
-    pool = pool_of(*[("ready", "fp")] * len(actors), session={"verify_timeout_s": timeout_s})
+async def pool_with(
+    *actors: Actor, timeout_s: float = 60.0, audit_share: float = 0.0
+) -> AsyncIterator[VerifierPool]:
+    sections = {"session": {"verify_timeout_s": timeout_s}, "verifier": {"audit_share": audit_share}}
+    pool = pool_of(*[("ready", "fp")] * len(actors), **sections)
     for member, actor in zip(pool.members, actors, strict=True):
         member.handle = actor
     try:
@@ -286,6 +300,56 @@ async def test_without_a_verifier_it_waits_until_it_is_released() -> None:
         await asyncio.sleep(0.15)
         assert not heard and not actor.calls
         assert not pool._following._starting
+
+
+class WrongOnce(Stepper):
+    """Of the twentieth token of each request it says another log-probability, or another token."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def said(self, commit: Commit) -> Commit:
+        if commit.base != 5 + 19:
+            return commit
+        (found,) = commit.logprobs
+        if self.what == "logprob":
+            return replace(commit, logprobs=(replace(found, logprob=found.logprob - 2.0**-40),))
+        other = (commit.next_token + 1) % session_model.VOCAB or 1
+        return replace(commit, next_token=other, logprobs=(replace(found, token=other),))
+
+
+@pytest.mark.parametrize(
+    ("what", "share", "condemned"),
+    [("logprob", 1.0, ["verifier-1"]), ("token", 1.0, ["verifier-1"]), ("token", 0.0, [])],
+)
+async def test_a_verifier_that_decodes_one_token_wrongly_is_found(
+    monkeypatch: pytest.MonkeyPatch, what: str, share: float, condemned: list[str]
+) -> None:
+    """Its answers are audited whole, at their end, by others; without audits nobody notices."""
+    found = list[str]()
+
+    async def condemn(_: VerifierPool, member: Member, reason: str) -> None:
+        found.append(member.name)
+
+    monkeypatch.setattr(VerifierPool, "condemn", condemn)
+    async with pool_with(Actor(), Actor(WrongOnce(what)), Actor(), audit_share=share) as pool:
+        for i in range(12):
+            await read(ByPool(pool), request_of(i))
+            assert (len(pool._auditor._running) > 0) == (share > 0)
+            await asyncio.gather(*pool._auditor._running)
+        assert sorted(set(found)) == condemned
+        assert not pool._auditor.kept._kept, "nothing is kept of what is over"
+
+
+async def test_of_answers_that_are_not_chosen_nothing_is_kept() -> None:
+    async with pool_with(Actor(), audit_share=0.5) as pool:
+        reading = asyncio.create_task(all_of(pool, 40))
+        while len(pool._auditor.kept._kept) < 40:
+            await asyncio.sleep(0.001)
+        chosen = [k is not None for k in pool._auditor.kept._kept.values()]
+        assert 5 < sum(chosen) < 35
+        await reading
 
 
 async def test_with_many_streams_tokens_wait_longer() -> None:

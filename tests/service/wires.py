@@ -104,7 +104,11 @@ class Stepper:
                         base, token = len(one.tokens), canonical(one.tokens)
                         told = (logprob(one.tokens, token),)
                         one.tokens.append(token)
-                        one.sink(Commit(name, base, 0, token, told, "fp"))
+                        one.sink(self.said(Commit(name, base, 0, token, told, "fp")))
+
+    def said(self, commit: Commit) -> Commit:
+        """What it says of a token that it has decoded."""
+        return commit
 
 
 @dataclass

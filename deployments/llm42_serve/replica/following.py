@@ -23,6 +23,7 @@ from llm42.protocol import Commit, Window
 from llm42.session.driver import DELTA_S
 from llm42.session.interfaces import Sink
 from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.replica.kept_answers import KeptAnswers
 from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.wire import Answer, Down, Up
 
@@ -72,10 +73,14 @@ class Following:
     """One per pool; belongs to its event loop."""
 
     def __init__(
-        self, pool: VerifierPool, session: SessionSettings, observe: Callable[[float], None]
+        self,
+        pool: VerifierPool,
+        session: SessionSettings,
+        observe: Callable[[float], None],
+        kept: KeptAnswers,
     ) -> None:
-        """observe: as the pool's."""
-        self._pool, self._session, self._observe = pool, session, observe
+        """observe: as the pool's. kept: hears of what is decoded directly."""
+        self._pool, self._session, self._observe, self._kept = pool, session, observe, kept
         self._places: dict[str, _Place] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._exchanges: dict[str, tuple[Any, Exchange]] = {}
@@ -86,6 +91,7 @@ class Following:
 
     def follow(self, window: Window, sink: Sink) -> None:
         """As VerifierClient.follow."""
+        self._kept.begin(window)
         self._ask(window, lambda _, answer: sink(answer))
 
     async def verified(self, window: Window) -> tuple[Member, Answer]:
@@ -181,7 +187,9 @@ class Following:
         if place.silent:
             place.silent = False
             self._observe(answer.timings.queue_s)
-        if not place.credit:
+        if place.credit:
+            self._kept.committed(place.member, answer)
+        else:
             place.await_answers(False)
 
     def _stands(self, place: _Place) -> bool:

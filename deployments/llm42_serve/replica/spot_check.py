@@ -1,5 +1,6 @@
-"""Audits: a share of the windows is computed again, from a cold cache, by another verifier, and compared bit
-by bit.
+"""Audits: a share of the computed rows is computed again, from a cold cache, by another verifier, and compared
+bit by bit: this share of the windows, each alone, and of the answers that verifiers decode by themselves, each
+whole, at its end.
 
 A difference means that a verifier is wrong: its memory, its machine, or a kernel that is not what
 certification saw. A third verifier says which one; without a third, the known answers of each
@@ -12,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llm42.protocol import Commit, Failure, Window
 from llm42.telemetry import metrics as m
 from llm42.telemetry.metrics import Metrics
+from llm42_serve.replica.kept_answers import KeptAnswers, Part
 
 if TYPE_CHECKING:
     from llm42_serve.replica.member import Member
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 2
-"""Audits at once; while they run, windows that would be audited are not: auditing never becomes a backlog."""
+"""Audits at once; while they run, what would be audited is not: auditing never becomes a backlog."""
 TIMEOUT_S = 60.0
 
 
@@ -61,15 +63,27 @@ class Auditor:
         what a user was told (telemetry.log_prompts)."""
         self._pool, self._share, self._metrics, self._log_values = pool, share, metrics, log_values
         self._running: set[asyncio.Task[None]] = set()
+        self.kept = KeptAnswers(share)
+        """Of requests that are decoded by verifiers."""
         self._random = random.Random()
 
     def consider(
         self, member: Member, windows: Sequence[Window], answers: Sequence[Commit | Failure]
     ) -> None:
         """Starts an audit of these answers, or not. Returns at once."""
-        if self._random.random() >= self._share or len(self._running) >= MAX_RUNNING:
+        if self._random.random() < self._share:
+            self._start(lambda: self.audit(member, list(windows), list(answers)))
+
+    def ended(self, request_id: str) -> None:
+        """A request is over: starts an audit of what verifiers have decoded of it, if it was chosen when it
+        began. Returns at once."""
+        if parts := self.kept.end(request_id):
+            self._start(lambda: self._audit_parts(parts))
+
+    def _start(self, audit: Callable[[], Awaitable[None]]) -> None:
+        if len(self._running) >= MAX_RUNNING:
             return
-        task = asyncio.get_running_loop().create_task(self._guarded(member, list(windows), list(answers)))
+        task = asyncio.get_running_loop().create_task(self._guarded(audit()))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -78,11 +92,18 @@ class Auditor:
         for task in self._running:
             task.cancel()
 
-    async def _guarded(self, member: Member, windows: list[Window], answers: list[Commit | Failure]) -> None:
+    async def _guarded(self, audit: Awaitable[None]) -> None:
         try:
-            await asyncio.wait_for(self.audit(member, windows, answers), TIMEOUT_S)
+            await asyncio.wait_for(audit, TIMEOUT_S)
         except Exception as error:  # a verifier that died or is busy: no finding
             log.info("an audit did not finish: %s: %s", type(error).__name__, error)
+
+    async def _audit_parts(self, parts: Sequence[Part]) -> None:
+        """Each against others than who has decoded it, unless that one is gone."""
+        for part in parts:
+            if part.member.actor_id == part.actor_id:
+                window, claimed = part.claim()
+                await self.audit(part.member, [window], [claimed])
 
     async def audit(self, member: Member, windows: list[Window], answers: list[Commit | Failure]) -> None:
         """Computes the windows again, on another verifier where there is one, and acts on a difference."""

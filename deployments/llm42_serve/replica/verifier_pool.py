@@ -57,8 +57,8 @@ class VerifierPool:
         self._watcher: asyncio.Task[None] | None = None
         self._look: asyncio.Task[None] | None = None
         log_values = settings.telemetry.log_prompts
-        self._following = Following(self, settings.session, observe)
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
+        self._following = Following(self, settings.session, observe, self._auditor.kept)
 
     def start(self) -> None:
         """Begins watching; a supervisor that is missing is created."""
@@ -169,6 +169,7 @@ class VerifierPool:
         """Tells the request's verifier that it is over; nothing waits for it."""
         self._asked.pop(request_id, None)
         self._following.release(request_id)
+        self._auditor.ended(request_id)
 
     def asked(self, request_id: str) -> str:
         """The verifier that was asked last for a request that is not over; empty when none was."""

@@ -1,0 +1,74 @@
+"""Directly decoded answers that are to be audited: what has been committed of each, and by whom, until its
+end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from llm42.protocol import Commit, TokenLogprob, Window
+
+if TYPE_CHECKING:
+    from llm42_serve.replica.member import Member
+
+
+@dataclass(slots=True)
+class Part:
+    """What one verifier has decoded of an answer, without a break."""
+
+    member: Member
+    actor_id: str
+    fingerprint: str
+    window: Window
+    """That asks for what it has decoded, so far without candidates."""
+    found: list[TokenLogprob] = field(default_factory=list)
+
+    def claim(self) -> tuple[Window, Commit]:
+        """All of it as one window, and the answer that it must have."""
+        *tokens, last = (x.token for x in self.found)
+        window = replace(self.window, candidates=tuple(tokens))
+        base, accepted = len(window.tokens), len(tokens)
+        commit = Commit(window.request_id, base, accepted, last, tuple(self.found), self.fingerprint)
+        return window, commit
+
+
+@dataclass(slots=True)
+class _Kept:
+    tokens: list[int]
+    """Prompt and output, as far as they are committed."""
+    first: Window
+    parts: list[Part] = field(default_factory=list)
+
+
+class KeptAnswers:
+    """Chooses when a request begins; of those that are not chosen nothing is kept."""
+
+    def __init__(self, share: float) -> None:
+        """share: of the answers, and so of the rows that are decoded directly."""
+        self._share, self._random = share, random.Random()
+        self._kept: dict[str, _Kept | None] = {}
+
+    def begin(self, window: Window) -> None:
+        """A window with credit; only the first one of a request decides."""
+        if window.request_id not in self._kept:
+            plain = replace(window, candidates=(), credit=0, stop_token_ids=(), max_len=0)
+            chosen = self._random.random() < self._share
+            self._kept[window.request_id] = _Kept(list(window.tokens), plain) if chosen else None
+
+    def committed(self, member: Member, commit: Commit) -> None:
+        """Takes what follows what is there: as a session does, nothing behind a gap, and nothing twice."""
+        kept = self._kept.get(commit.request_id)
+        if kept is None or not commit.base <= len(kept.tokens) < commit.end:
+            return
+        fresh, of = commit.logprobs[len(kept.tokens) - commit.base :], (member.actor_id, commit.fingerprint)
+        last = kept.parts[-1] if kept.parts else None
+        if last is None or last.member is not member or (last.actor_id, last.fingerprint) != of:
+            kept.parts.append(Part(member, *of, replace(kept.first, tokens=tuple(kept.tokens))))
+        kept.parts[-1].found += fresh
+        kept.tokens += (x.token for x in fresh)
+
+    def end(self, request_id: str) -> list[Part]:
+        """The request is over: what was kept of it."""
+        kept = self._kept.pop(request_id, None)
+        return [] if kept is None else kept.parts
