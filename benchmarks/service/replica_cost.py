@@ -5,7 +5,7 @@
 `driver`: 256 best-effort requests on the vLLM adapter over a stand-in for AsyncLLM that makes a token for
 each every 13 ms; CPU per token of adapter, driver and detokenisation, passing tokens on one by one, at the
 default interval, and for clients that wait for the whole. `calls`: windows of 25 candidates after 400 tokens
-between two actors, one call each or joined (replica/member.py), 8 to 256 of them at a time; the
+between two actors, one call each or over an exchange (replica/exchange.py), 8 to 256 of them at a time; the
 verifying side answers after 20 ms. On few cores the two actors share them: compare the columns.
 """
 
@@ -17,6 +17,7 @@ import itertools
 import os
 import statistics
 import time
+from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,10 +33,12 @@ from benchmarks.lib.report import RESULTS, Figure, report  # noqa: E402
 from llm42.config import Settings  # noqa: E402
 from llm42.engine.vllm.connection import Connection  # noqa: E402
 from llm42.engine.vllm.engine import VllmEngine  # noqa: E402
-from llm42.protocol import Commit, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
+from llm42.protocol import Commit, Failure, Request, SamplingParams, TokenLogprob, Window  # noqa: E402
 from llm42.session.driver import Generator  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
-from llm42_serve.replica.member import AT_ONCE, WindowBatches  # noqa: E402
+from llm42_serve.replica.exchange import Exchange  # noqa: E402
+from llm42_serve.verifiers.outbox import Outboxes  # noqa: E402
+from llm42_serve.wire import Down, Up  # noqa: E402
 
 REQUESTS, TOKENS, STEP_S, WINDOWS, VERIFY_S = 256, 128, 0.013, 4096, 0.02
 VOCAB = 49000
@@ -110,19 +113,48 @@ def driver(path: str) -> dict[str, float]:
     return found
 
 
+class Steps:
+    """Answers windows after VERIFY_S, in the actor's loop."""
+
+    def submit(self, window: Window) -> Future[Commit | Failure]:
+        """As a verifier's."""
+        answer: Future[Commit | Failure] = Future()
+        asyncio.get_running_loop().call_later(VERIFY_S, _answer, window, answer)
+        return answer
+
+    def release(self, request_id: str) -> None:
+        """Nothing is held."""
+
+    def progressed_s(self, request_id: str) -> float:
+        """It always goes on."""
+        return 0.0
+
+
+def _answer(window: Window, answer: Future[Commit | Failure]) -> None:
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(_commit(window))
+
+
+def _commit(w: Window) -> Commit:
+    """All candidates stand."""
+    found = tuple(TokenLogprob(t, -1.5) for t in (*w.candidates, 7))
+    return Commit(w.request_id, len(w.tokens), len(w.candidates), 7, found, "fp")
+
+
 class Verifying:
     """Answers windows."""
 
-    async def verify(self, windows: list[Window]) -> list[Commit]:
-        """After VERIFY_S."""
+    def __init__(self) -> None:
+        self.boxes = Outboxes(Steps())  # type: ignore[arg-type]
+
+    async def verify(self, window: Window) -> Commit:
+        """One, after VERIFY_S."""
         await asyncio.sleep(VERIFY_S)
-        return [
-            Commit(
-                w.request_id, len(w.tokens), len(w.candidates), 7,
-                tuple(TokenLogprob(t, -1.5) for t in (*w.candidates, 7)), "fp",
-            )
-            for w in windows
-        ]  # fmt: skip
+        return _commit(window)
+
+    async def exchange(self, up: Up) -> Down:
+        """As a verifier's actor."""
+        return await self.boxes.exchange(up)
 
     def cpu_s(self) -> float:
         """Seconds that the process has used."""
@@ -135,21 +167,32 @@ class Asking:
     def __init__(self, verifier: Any) -> None:
         self.verifier = verifier
 
-    async def run(self, concurrent: int, at_once: int) -> tuple[float, float]:
+    async def run(self, concurrent: int, how: str) -> tuple[float, float]:
         """Windows per second, and a window's median time in milliseconds."""
-        batches = WindowBatches(lambda windows: self.verifier.verify.remote(windows), at_once)
-        window = Window("cmpl-" + "0" * 32, tuple(range(400)), 256, tuple(range(25)), SamplingParams())
+        self.exchange = Exchange("replica", lambda up: self.verifier.exchange.remote(up), lambda: 0.05)
+        ask = self._alone if how == "single" else self._exchanged
         took: list[float] = []
 
-        async def loop() -> None:
+        async def loop(number: int) -> None:
+            name, tokens = f"cmpl-{number:032}", tuple(range(400))
+            window = Window(name, tokens, 256, tuple(range(25)), SamplingParams())
             for _ in range(WINDOWS // concurrent):
                 began = time.perf_counter()
-                await batches.ask(window)
+                await ask(window)
                 took.append(1000 * (time.perf_counter() - began))
 
         began = time.perf_counter()
-        await asyncio.gather(*(loop() for _ in range(concurrent)))
+        await asyncio.gather(*(loop(i) for i in range(concurrent)))
+        self.exchange.close()
         return len(took) / (time.perf_counter() - began), statistics.median(took)
+
+    async def _alone(self, window: Window) -> None:
+        await self.verifier.verify.remote(window)
+
+    async def _exchanged(self, window: Window) -> None:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.exchange.follow(window, answer.set_result)
+        assert isinstance(await answer, Commit)
 
     def cpu_s(self) -> float:
         """Seconds that the process has used."""
@@ -157,18 +200,16 @@ class Asking:
 
 
 def calls() -> dict[str, dict[str, float]]:
-    """By joining and windows at a time: rate, latency, CPU microseconds per window of either side."""
+    """By way and windows at a time: rate, latency, CPU microseconds per window of either side."""
     ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     options = {"num_cpus": 0.1, "max_concurrency": 1000}
     verifier = ray.remote(Verifying).options(**options).remote()
     asking = ray.remote(Asking).options(**options).remote(verifier)
-    ray.get(asking.run.remote(8, AT_ONCE))
+    ray.get(asking.run.remote(8, "exchanged"))
     found = {}
-    for concurrent, (name, at_once) in itertools.product(
-        (8, 64, 256), (("single", 1 << 30), ("joined", AT_ONCE))
-    ):
+    for concurrent, name in itertools.product((8, 64, 256), ("single", "exchanged")):
         before = ray.get([verifier.cpu_s.remote(), asking.cpu_s.remote()])
-        rate, median = ray.get(asking.run.remote(concurrent, at_once))
+        rate, median = ray.get(asking.run.remote(concurrent, name))
         after = ray.get([verifier.cpu_s.remote(), asking.cpu_s.remote()])
         used = [1e6 * (b - a) / WINDOWS for a, b in zip(before, after, strict=True)]
         found[f"{name}_{concurrent}"] = {

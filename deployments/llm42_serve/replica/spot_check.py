@@ -1,6 +1,6 @@
-"""Audits: a share of the computed rows is computed again, from a cold cache, by another verifier, and compared
-bit by bit: this share of the windows, each alone, and of the answers that verifiers decode by themselves, each
-whole, at its end.
+"""Audits: a share of the computed rows is computed again, from a cold cache, by another verifier, and
+compared bit by bit: this share of the windows, each alone, and of the answers that verifiers decode by
+themselves, each whole, at its end.
 
 A difference means that a verifier is wrong: its memory, its machine, or a kernel that is not what
 certification saw. A third verifier says which one; without a third, the known answers of each
