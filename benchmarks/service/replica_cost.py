@@ -37,7 +37,7 @@ from llm42.protocol import Commit, Failure, Request, SamplingParams, TokenLogpro
 from llm42.session.driver import Generator  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
 from llm42_serve.replica.exchange import Exchange  # noqa: E402
-from llm42_serve.verifiers.outbox import Outboxes  # noqa: E402
+from llm42_serve.verifiers.outboxes import Outboxes  # noqa: E402
 from llm42_serve.wire import Down, Up  # noqa: E402
 
 REQUESTS, TOKENS, STEP_S, WINDOWS, VERIFY_S = 256, 128, 0.013, 4096, 0.02

@@ -17,8 +17,9 @@ from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.session.verify_call import SEND_IN_FULL
 from llm42_serve.replica.exchange import CallLost, Exchange
-from llm42_serve.verifiers import outbox as outboxes
-from llm42_serve.verifiers.outbox import Outbox, Outboxes
+from llm42_serve.verifiers import outboxes
+from llm42_serve.verifiers.outbox import Outbox
+from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up, unpack
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.wires import Both, Read, Transport, read, request_of
@@ -358,7 +359,7 @@ async def test_failures_keep_their_place() -> None:
     down = await (await ask(box, 1))
     assert down.failures == ((1, "a", failure),)
     heard, exchange = list[Any](), Exchange("replica", lambda _: asyncio.sleep(9), lambda: 0.0)  # type: ignore[arg-type,return-value]
-    exchange.follow(window_of("a"), heard.append)
+    exchange.follow(window_of("a", credit=5), heard.append)
     exchange._take(down)
     assert [h if isinstance(h, Failure) else h.base for h in heard] == [2, failure, 3]
     exchange.close()

@@ -17,7 +17,7 @@ from llm42.errors import Overloaded, StepFailed, VerificationFailed, VerifierUna
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42_serve.replica import exchange as exchanges
 from llm42_serve.replica.exchange import CallLost, Exchange
-from llm42_serve.verifiers import outbox as outboxes
+from llm42_serve.verifiers import outboxes
 from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import oracle, prompt_of, verify

@@ -19,7 +19,7 @@ from llm42.session.verify_call import verify
 from llm42.telemetry.tracing import Tracer
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
-from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up
 from tests.protocol import session_model
 from tests.protocol.session_model import oracle, prompt_of

@@ -19,7 +19,7 @@ from llm42.session.actions import Emit, Renew
 from llm42.session.interfaces import Sink
 from llm42.session.machine import Session
 from llm42_serve.replica.exchange import CallLost, Exchange
-from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import END, FastPath, canonical, logprob, prompt_of, verify
 

@@ -151,19 +151,22 @@ class Exchange:
         try:
             down = await self._call(up)
         except CallLost as error:
-            del self._calls[up.number]
+            self._over(up)
             self._repeat(up, error)
         except Exception as error:
-            del self._calls[up.number]
+            self._over(up)
             self._die(error)
         else:
-            del self._calls[up.number]
+            self._over(up)
             self._lost = 0
             self._progressed = max(self._progressed, time.monotonic() - down.progressed_s)
             self._take(down)
-        self._ended = time.monotonic()
         self._drop_early()
         self._next()
+
+    def _over(self, up: Up) -> None:
+        del self._calls[up.number]
+        self._ended = time.monotonic()
 
     def _repeat(self, up: Up, error: Exception) -> None:
         """Says again what nobody may have heard, unless it is out of date, after a pause."""

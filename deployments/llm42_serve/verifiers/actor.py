@@ -23,7 +23,7 @@ from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
 from llm42.verifier.scheduler import Verifier
 from llm42_serve.ray_metrics import actor_metrics
-from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up
 
 log = logging.getLogger(__name__)

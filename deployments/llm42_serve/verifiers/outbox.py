@@ -20,13 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Protocol
 
 from llm42.errors import LLM42Error, VerificationFailed
-from llm42.protocol import Commit, Failure, Window
+from llm42.protocol import Commit, Failure
 from llm42.session.commits import joined
-from llm42.session.interfaces import Sink
-from llm42.session.verify_call import SEND_IN_FULL
 from llm42_serve.wire import Answer, Down, Up, pack
 
 log = logging.getLogger(__name__)
@@ -43,20 +40,6 @@ class _Given:
     number: int
     call: int
     waiting: _Waiting
-
-
-class Asked(Protocol):
-    """What is asked of the verifier: see llm42/session/interfaces.py and llm42/verifier/front.py."""
-
-    def submit(self, window: Window) -> Future[Commit | Failure]: ...
-
-    def follow(self, window: Window, sink: Sink) -> None: ...
-
-    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None: ...
-
-    def release(self, request_id: str) -> None: ...
-
-    def progressed_s(self, request_id: str) -> float: ...
 
 
 class Outbox:
@@ -125,7 +108,7 @@ class Outbox:
     def _answered(self, request_id: str, mark: int, answer: Future[Commit | Failure]) -> None:
         if not answer.cancelled():
             error = answer.exception()
-            self.put(request_id, answer.result() if error is None else _typed(error), True, mark)
+            self.put(request_id, answer.result() if error is None else typed(error), True, mark)
 
     def forget(self, request_id: str) -> None:
         """The request is over: what waits of it is for nobody."""
@@ -213,7 +196,7 @@ class Outbox:
             log.exception("what waits for a replica cannot be packed")
             marks = tuple(answers[-1][0] for answers in waiting.values())
             down = Down(
-                self._number, after, None, tuple((0, name, _typed(error)) for name in waiting), marks=marks
+                self._number, after, None, tuple((0, name, typed(error)) for name in waiting), marks=marks
             )
         future.set_result(replace(down, box=self._name))
 
@@ -250,60 +233,6 @@ def _down(number: int, after: int, waiting: _Waiting) -> Down:
     return Down(number, after, packed, tuple(failures), marks=(*marks, *failed))
 
 
-def _typed(error: BaseException) -> LLM42Error:
+def typed(error: BaseException) -> LLM42Error:
     """What is not ours is a bug, of one request."""
     return error if isinstance(error, LLM42Error) else VerificationFailed(f"{type(error).__name__}: {error}")
-
-
-class Outboxes:
-    """Those of all replicas, and what their calls ask of the verifier. Belongs to an event loop."""
-
-    def __init__(self, verifier: Asked) -> None:
-        self._verifier = verifier
-        self._boxes: dict[str, Outbox] = {}
-
-    async def exchange(self, up: Up) -> Down:
-        """One call of a replica."""
-        box = self._boxes.get(up.replica)
-        if box is None:
-            box = self._boxes[up.replica] = Outbox()
-        if box.hears(up.number):
-            self._hear(box, up)
-        down = await box.take(up)
-        return replace(down, progressed_s=self._verifier.progressed_s(""))
-
-    def _hear(self, box: Outbox, up: Up) -> None:
-        for name in up.releases:
-            self._verifier.release(name)
-            box.forget(name)
-        for mark, window in zip(up.marks, up.windows, strict=True):
-            if box.begin(window.request_id, mark):
-                self._ask(box, window, mark)
-        for name, until in up.renewals:
-            self._verifier.renew(name, until, partial(_told, box, name, box.mark_of(name)))
-
-    def _ask(self, box: Outbox, window: Window, mark: int) -> None:
-        """What is wrong with one window is said of it alone."""
-        name = window.request_id
-        sink = box.sink(name, mark)
-        try:
-            if window.credit:
-                self._verifier.follow(window, sink)
-            else:
-                box.await_answer(name, mark, self._verifier.submit(window))
-        except LLM42Error as refusal:  # of this one, perhaps: too many wait
-            sink(refusal)
-        except Exception as error:
-            log.exception("a window of %s cannot be asked for", name)
-            sink(_typed(error))
-
-    def forget_silent(self, age_s: float) -> None:
-        """Drops the boxes of replicas that have not called for `age_s` seconds and have no call open."""
-        limit = time.monotonic() - age_s
-        self._boxes = {name: b for name, b in self._boxes.items() if b.is_open or b.called >= limit}
-
-
-def _told(box: Outbox, request_id: str, mark: int, known: bool) -> None:
-    if not known:
-        text = "the verifier does not hold the request any more"
-        box.put(request_id, Failure(request_id, SEND_IN_FULL, text), urgent=True, mark=mark)

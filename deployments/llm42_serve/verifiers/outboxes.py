@@ -1,0 +1,89 @@
+"""What the calls of replicas ask of a verifier: windows, credit, releases; the answers wait in a box for each
+replica."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from llm42.errors import LLM42Error
+from llm42.protocol import Commit, Failure, Window
+from llm42.session.interfaces import Sink
+from llm42.session.verify_call import SEND_IN_FULL
+from llm42_serve.verifiers.outbox import Outbox, typed
+from llm42_serve.wire import Down, Up
+
+log = logging.getLogger(__name__)
+
+
+class Asked(Protocol):
+    """What is asked of the verifier: see llm42/session/interfaces.py and llm42/verifier/front.py."""
+
+    def submit(self, window: Window) -> Future[Commit | Failure]: ...
+
+    def follow(self, window: Window, sink: Sink) -> None: ...
+
+    def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    def progressed_s(self, request_id: str) -> float: ...
+
+
+class Outboxes:
+    """Those of all replicas, and what their calls ask of the verifier. Belongs to an event loop."""
+
+    def __init__(self, verifier: Asked) -> None:
+        self._verifier = verifier
+        self._boxes: dict[str, Outbox] = {}
+
+    async def exchange(self, up: Up) -> Down:
+        """One call of a replica."""
+        box = self._boxes.get(up.replica)
+        if box is None:
+            box = self._boxes[up.replica] = Outbox()
+        if box.hears(up.number):
+            self._hear(box, up)
+        down = await box.take(up)
+        return replace(down, progressed_s=self._verifier.progressed_s(""))
+
+    def _hear(self, box: Outbox, up: Up) -> None:
+        for name in up.releases:
+            self._verifier.release(name)
+            box.forget(name)
+        for mark, window in zip(up.marks, up.windows, strict=True):
+            if box.begin(window.request_id, mark):
+                self._ask(box, window, mark)
+        for name, until in up.renewals:
+            self._verifier.renew(name, until, partial(_told, box, name, box.mark_of(name)))
+
+    def _ask(self, box: Outbox, window: Window, mark: int) -> None:
+        """What is wrong with one window is said of it alone."""
+        name = window.request_id
+        sink = box.sink(name, mark)
+        try:
+            if window.credit:
+                self._verifier.follow(window, sink)
+            else:
+                box.await_answer(name, mark, self._verifier.submit(window))
+        except LLM42Error as refusal:  # of this one, perhaps: too many wait
+            sink(refusal)
+        except Exception as error:
+            log.exception("a window of %s cannot be asked for", name)
+            sink(typed(error))
+
+    def forget_silent(self, age_s: float) -> None:
+        """Drops the boxes of replicas that have not called for `age_s` seconds and have no call open."""
+        limit = time.monotonic() - age_s
+        self._boxes = {name: b for name, b in self._boxes.items() if b.is_open or b.called >= limit}
+
+
+def _told(box: Outbox, request_id: str, mark: int, known: bool) -> None:
+    if not known:
+        text = "the verifier does not hold the request any more"
+        box.put(request_id, Failure(request_id, SEND_IN_FULL, text), urgent=True, mark=mark)
