@@ -19,7 +19,7 @@ from ray.exceptions import ActorUnavailableError
 
 from llm42.config import SessionSettings
 from llm42.errors import LLM42Error, Overloaded
-from llm42.protocol import Commit, Window
+from llm42.protocol import Commit, Failure, Window
 from llm42.session.driver import DELTA_S
 from llm42.session.interfaces import Sink
 from llm42_serve.replica.exchange import CallLost, Exchange
@@ -94,7 +94,7 @@ class Following:
         self._kept.begin(window)
         self._ask(window, lambda _, answer: sink(answer))
 
-    async def verified(self, window: Window) -> tuple[Member, Answer]:
+    async def verified(self, window: Window) -> tuple[Member, Commit | Failure]:
         """The answer to a window without credit, and whose it is. Raises VerifierUnavailable or Overloaded.
         Cancelling it too early, as when the client leaves, is not the verifier's fault."""
         entered, loop = time.monotonic(), asyncio.get_running_loop()
