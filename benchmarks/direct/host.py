@@ -42,7 +42,7 @@ from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.attention_plan import Planner
 from llm42_serve.replica.exchange import Exchange
-from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up
 
 PROMPT, SEGMENTS, SMS = 256, 5, 132

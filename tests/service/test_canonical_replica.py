@@ -28,7 +28,7 @@ from llm42_serve.replica.fastpath import FastPath, admission_for
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.outbox import Outboxes
+from llm42_serve.verifiers.outboxes import Outboxes
 from tests.protocol.test_canonical import canonical
 from tests.service.stand_ins import Call
 from tests.service.test_version_skew import Replica, World
@@ -55,11 +55,9 @@ class Layout(World):
         made._admission = admission_for(self.settings)
         boxes = Outboxes(self.verifier)
         handle = SimpleNamespace(
-            verify=Call(lambda windows, cold: self.verifier.verify(windows, cold)),
             verify_cold=Call(lambda windows: self.verifier.verify(windows, cold=True)),
             exchange=Call(boxes.exchange),
             manifest=Call(lambda: dict(self.verifier.manifest)),
-            release=SimpleNamespace(remote=self.verifier.release),
         )
         facts, name = self.verifier.manifest["request"], self.verifier.fingerprint
         status = VerifierStatus(self.state, name, request=facts, kv_tokens=self.kv_tokens)

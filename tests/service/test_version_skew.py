@@ -38,6 +38,7 @@ from llm42_serve.replica.fastpath import FastPath, admission_for
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.outboxes import Outboxes
 from tests.service.stand_ins import Call
 from tests.support import Lab, request_of
 
@@ -100,9 +101,9 @@ class World:
         made._admission = admission_for(self.settings)
         made._pool = pool = VerifierPool(self.settings, Metrics())
         handle = SimpleNamespace(
-            verify=Call(lambda windows, cold: self.verifier.verify(windows, cold)),
+            exchange=Call(Outboxes(self.verifier).exchange),
+            verify_cold=Call(lambda windows: self.verifier.verify(windows, cold=True)),
             manifest=Call(lambda: dict(self.verifier.manifest)),
-            release=SimpleNamespace(remote=self.verifier.release),
         )
         facts = self.verifier.manifest["request"]
         status = VerifierStatus("ready", self.verifier.fingerprint, request=facts)
