@@ -22,7 +22,7 @@ from llm42.verifier.scheduler import Verifier
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
-from tests.chaos.conftest import application
+from tests.chaos.conftest import application, in_mode
 from tests.chaos.support import App, Outcome, best_effort, deterministic
 from tests.support import Lab
 
@@ -93,13 +93,14 @@ class OffByOneUlp(VerifierActor):
         return verifier
 
 
-@pytest.mark.parametrize("verifiers", [2, 3])
+@pytest.mark.parametrize(("verifiers", "mode"), [(2, "verify"), (3, "verify"), (3, "direct")])
 async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
-    service: Service, lab: Lab, tree: dict[str, Any], verifiers: int
+    service: Service, lab: Lab, tree: dict[str, Any], verifiers: int, mode: str
 ) -> None:
     """Its fingerprint is the pool's, for it was right when it started: only the audit can tell."""
-    audited = with_server(tree, verifiers=verifiers, fastpath_replicas=1, ingress_replicas=1)
-    audited = audited | {"verifier": tree["verifier"] | {"audit_share": 1.0, "max_waiting": 250 + verifiers}}
+    audited = with_server(in_mode(tree, mode), verifiers=verifiers, fastpath_replicas=1, ingress_replicas=1)
+    waiting = 250 + verifiers + len(mode)  # each case has verifiers of its own
+    audited = audited | {"verifier": tree["verifier"] | {"audit_share": 1.0, "max_waiting": waiting}}
     # nobody asks for the planted one until there is a replica
     audited = audited | {"watch": {"lease_s": 600.0}}
     settings = Settings.load(audited)
@@ -111,7 +112,7 @@ async def test_a_verifier_off_by_one_ulp_is_found_and_removed(
     handle: Any = wrong.remote(settings.model_dump(mode="json"), model_identity=identity)
     while (await handle.status.remote()).state == "starting":
         await asyncio.sleep(0.1)
-    async with application(service, f"audit{verifiers}", audited) as app:
+    async with application(service, f"audit{verifiers}-{mode}", audited) as app:
         await app.until(lambda h: h["verifiers_ready"] == verifiers, 240)
         supervisor = get_actor(supervisor_name(settings, identity))
         assert (await handle.status.remote()).fingerprint == (await app.health())["fingerprint"]
