@@ -101,13 +101,11 @@ class Local:
                 self.generator = Generator(*parts, tracer=self._tracer)
             self._started = started.pop_all()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The generator's stream, logged and traced as a service's."""
         decode = self.tokenizer.decode if self.settings.telemetry.log_prompts else None
         observed = Observed(request, Metrics(), self._tracer, decode)
-        async with aclosing(observed.run(self.generator.generate(observed.request))) as deltas:
-            async for delta in deltas:
-                yield delta
+        return observed.run(self.generator.generate(observed.request))
 
     async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         """By the verifier, without its cache."""

@@ -51,6 +51,8 @@ class Failover:
 
     request: Request
     settings: ServerSettings
+    on_loss: Callable[[], None] = lambda: None
+    """Called each time that another replica is to go on with the request."""
     sent: list[int] = field(default_factory=list)
     fingerprint: str | None = None
     attempts: int = 0
@@ -104,6 +106,7 @@ class Failover:
         if not resumable or now - self.lost_at >= self.settings.failover_s:
             raise error
         self.losses += 1
+        self.on_loss()
 
     def _refused(self, error: Exception) -> None:
         """A refusal before the first token is the client's answer; a stream that has begun waits for room."""

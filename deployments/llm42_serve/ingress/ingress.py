@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -52,19 +52,13 @@ class RayBackend:
         self._fingerprint = fastpath.options(method_name="fingerprint")
         self._verify_cold = fastpath.options(method_name="verify_cold")
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The output of one request, over as many replicas as it takes (failover.py)."""
         observed = Observed(request, self._metrics, self._tracer, self._decode)
         asked = observed.request
-        state = Failover(asked, self._server)
-        try:
-            attempts = state.run(lambda r: self._try(r, again=r is not asked))
-            async with aclosing(observed.run(attempts)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            if state.losses:
-                self._metrics.inc(FAILOVERS, state.losses, mode=mode_of(request))
+        lost = partial(self._metrics.inc, FAILOVERS, mode=mode_of(request))
+        attempts = Failover(asked, self._server, lost).run(lambda r: self._try(r, again=r is not asked))
+        return observed.run(attempts)
 
     async def _try(self, request: Request, again: bool) -> AsyncGenerator[Delta, None]:
         stream = self._generate.remote(request, self._facts, again)

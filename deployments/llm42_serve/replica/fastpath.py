@@ -81,26 +81,26 @@ class FastPath:
             if request.deterministic:
                 agreed = self._agreed(facts)  # should other verifiers take over: they were not compared
                 request = replace(request, fingerprint=request.fingerprint or agreed)
-            async with self._admission.place(request.deterministic), aclosing(self._run(request)) as deltas:
+            place, first = self._admission.place(request.deterministic), True
+            async with place, aclosing(self._deltas(request)) as deltas:
                 async for delta in deltas:
+                    if first or delta.finish_reason is not None:
+                        delta, first = self._signed(request.request_id, delta), False
                     yield delta
             self._served += 1
         except LLM42Error as error:
             yield as_loss(error, self._engine.alive)
 
-    async def _run(self, request: Request) -> AsyncGenerator[Delta, None]:
+    def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
         as_decoded = request.stop or not self._settings.engine.decodes
         if as_decoded and not request.deterministic:  # the others' tokens come joined already
-            source = coalesce(source, self._generator.pause_s(request))
-        first = True
-        async with aclosing(source) as deltas:
-            async for delta in deltas:
-                if first or delta.finish_reason is not None:
-                    verifier = self._pool.asked(request.request_id)
-                    delta = replace(delta, replica=self._replica, verifier=verifier)
-                    first = False
-                yield delta
+            return coalesce(source, self._generator.pause_s(request))
+        return source
+
+    def _signed(self, request_id: str, delta: Delta) -> Delta:
+        """With who has computed it."""
+        return replace(delta, replica=self._replica, verifier=self._pool.asked(request_id))
 
     async def fingerprint(self, facts: Facts | None = None) -> tuple[str, dict[str, Any]] | LLM42Error:
         """The verifiers' fingerprint and manifest; typed errors are returned, as in `generate`. facts: of who
