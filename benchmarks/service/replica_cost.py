@@ -17,6 +17,7 @@ import itertools
 import os
 import statistics
 import time
+import uuid
 from concurrent.futures import Future
 from contextlib import aclosing
 from pathlib import Path
@@ -169,7 +170,7 @@ class Asking:
 
     async def run(self, concurrent: int, how: str) -> tuple[float, float]:
         """Windows per second, and a window's median time in milliseconds."""
-        self.exchange = Exchange("replica", lambda up: self.verifier.exchange.remote(up), lambda: 0.05)
+        self.exchange = Exchange(uuid.uuid4().hex, self._call, lambda: 0.05)
         ask = self._alone if how == "single" else self._exchanged
         took: list[float] = []
 
@@ -185,6 +186,10 @@ class Asking:
         await asyncio.gather(*(loop(i) for i in range(concurrent)))
         self.exchange.close()
         return len(took) / (time.perf_counter() - began), statistics.median(took)
+
+    async def _call(self, up: Up) -> Down:
+        found: Down = await self.verifier.exchange.remote(up)
+        return found
 
     async def _alone(self, window: Window) -> None:
         await self.verifier.verify.remote(window)
