@@ -17,6 +17,7 @@ from llm42.protocol import Commit, SamplingParams, Window
 from llm42.session.interfaces import Sink
 from llm42.session.verify_call import verify
 from llm42.telemetry.tracing import Tracer
+from llm42_serve.replica.following import Following
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.outboxes import Outboxes
@@ -43,9 +44,13 @@ class Actor:
         self.boxes = Outboxes(self.verifier)
         self.exchange = self
         self.dead, self.hung, self.unreachable, self.calls = asyncio.Event(), False, 0, 0
+        self.restarts = False
+        """Whether Ray starts it anew when it dies, under the same handle: calls wait for that."""
 
     async def remote(self, up: Up) -> Down:
         self.calls += 1
+        if self.restarts and self.dead.is_set():
+            await asyncio.Event().wait()
         if self.unreachable:
             self.unreachable -= 1
             raise ActorUnavailableError("planted", None)
@@ -59,7 +64,7 @@ class Actor:
         death.cancel()
         if self.dead.is_set():
             answer.cancel()
-            raise ActorDiedError()
+            raise ActorUnavailableError("planted", None) if self.restarts else ActorDiedError()
         return answer.result()
 
 
@@ -268,6 +273,32 @@ async def test_a_call_out_of_reach_is_made_again_and_nobody_notices() -> None:
         found = await all_of(pool, 4)
         assert {f.stats.windows for f in found} == {1}
         assert not any(f.failures for f in found)
+
+
+async def killed_while_read(pool: VerifierPool, actor: Actor) -> list[Read]:
+    """Requests of a pool, one of whose verifiers is killed and begins to start anew."""
+    actor.restarts = True
+    reading = asyncio.create_task(all_of(pool, 12))
+    while not actor.verifier.requests:
+        await asyncio.sleep(0.001)
+    actor.dead.set()
+    return await asyncio.wait_for(reading, 3.0)
+
+
+async def test_nobody_waits_for_a_verifier_that_is_started_anew_while_there_is_another() -> None:
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        found = await killed_while_read(pool, first)
+        assert any(f.stats.windows > 1 for f in found)
+        assert not any(f.silences for f in found)
+
+
+async def test_control_who_asks_the_same_one_again_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Following, "_others", lambda self, member: False)
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        with pytest.raises(TimeoutError):
+            await killed_while_read(pool, first)
 
 
 async def test_who_has_waited_in_vain_goes_to_another() -> None:

@@ -239,25 +239,33 @@ class Following:
             handle = member.handle
 
             async def call(up: Up) -> Down:
-                return await _call(member, handle, up)
+                return await _call(member, handle, up, lambda: self._others(member))
 
             silence_s = min(SILENCE_S, self._session.verify_timeout_s / 4)
             found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s)
             self._exchanges[member.name] = handle, found
         return found
 
+    def _others(self, member: Member) -> bool:
+        """Whether another one can be asked."""
+        return any(m is not member for m in self._pool.ready)
+
     def _interval_s(self) -> float:
         """With many streams tokens wait longer, as a best-effort request's do."""
         return max(self._session.commit_interval_s, len(self) * DELTA_S)
 
 
-async def _call(member: Member, handle: Any, up: Up) -> Down:
-    """One actor call. Raises CallLost, or what means that the verifier is gone."""
+async def _call(member: Member, handle: Any, up: Up, others: Callable[[], bool]) -> Down:
+    """One actor call. Raises CallLost, or what means that the verifier is gone.
+
+    One that cannot be reached has mostly died and is being started anew, and calls wait until it is there:
+    who can go on elsewhere must not. others: whether one can.
+    """
     try:
         with errors_of(member):
             found: Down = await handle.exchange.remote(up)
             return found
     except Exception as error:
-        if isinstance(error.__cause__, ActorUnavailableError):
+        if isinstance(error.__cause__, ActorUnavailableError) and not others():
             raise CallLost(str(error)) from error
         raise
