@@ -335,6 +335,7 @@ class AcceptsEverything:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._ready, self._request = False, request
+        self._boxes: Any = None
 
     async def open(self) -> None:
         self._ready = True
@@ -346,17 +347,26 @@ class AcceptsEverything:
             return VerifierStatus("starting")
         return VerifierStatus("ready", "llm42-rogue", request=self._request)
 
-    async def verify(self, windows: list[Any], cold: bool = False) -> list[Any]:
+    async def exchange(self, up: Any) -> Any:
+        from llm42_serve.verifiers.outboxes import Outboxes
+
+        self._boxes = self._boxes or Outboxes(self)
+        return await self._boxes.exchange(up)
+
+    def submit(self, window: Any) -> Any:
+        from concurrent.futures import Future
+
         from llm42.protocol import Commit, TokenLogprob
 
-        answers = []
-        for w in windows:
-            logprobs = tuple(TokenLogprob(t, -1.0) for t in (*w.candidates, 0))
-            base, n = len(w.tokens), len(w.candidates)
-            answers.append(Commit(w.request_id, base, n, 0, logprobs, "llm42-rogue"))
-        return answers
+        logprobs = tuple(TokenLogprob(t, -1.0) for t in (*window.candidates, 0))
+        base, count, answer = len(window.tokens), len(window.candidates), Future[Any]()
+        answer.set_result(Commit(window.request_id, base, count, 0, logprobs, "llm42-rogue"))
+        return answer
 
-    async def release(self, request_id: str) -> None:
+    def progressed_s(self, request_id: str) -> float:
+        return 0.0
+
+    def release(self, request_id: str) -> None:
         return None
 
 
