@@ -283,3 +283,14 @@ async def test_a_release_that_was_overtaken_ends_nothing(credit: int) -> None:
         assert sum(down.commits is not None for down in given) == 1
         await made.boxes.exchange(call_of(4, 2, releases=("r",)))  # this one is of the window
         assert made.verifier.released == ["r"]
+
+
+async def test_a_window_that_its_release_has_overtaken_is_not_begun() -> None:
+    async with both() as made:
+        over = asyncio.create_task(made.boxes.exchange(call_of(2, 1, releases=("r",))))
+        await asyncio.sleep(0.001)
+        late = call_of(1, 2, windows=(named("r"),), marks=(1,))
+        await asyncio.gather(over, made.boxes.exchange(late))
+        assert made.verifier.submitted == []
+        again = call_of(3, 1, windows=(named("r"),), marks=(2,))
+        assert (await made.boxes.exchange(again)).commits is not None

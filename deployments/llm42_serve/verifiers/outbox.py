@@ -57,6 +57,8 @@ class Outbox:
         """Of the requests' present windows."""
         self._begun: dict[str, int] = {}
         """The numbers of the calls that these came with: calls may overtake each other."""
+        self._over: dict[str, int] = {}
+        """Requests that were released of late, and the number of the call that said so."""
         self._computed: dict[str, Future[Commit | Failure]] = {}
         """The present windows of those that are not followed."""
         self._heard: list[int] = []
@@ -74,11 +76,15 @@ class Outbox:
         if number in self._heard:
             return False
         self._heard = [*self._heard[1 - HEARD :], number]
+        if self._over:
+            self._over = {name: call for name, call in self._over.items() if call > number - HEARD}
         return True
 
     def begin(self, request_id: str, mark: int, call: int = 0) -> bool:
-        """A window has come with this call; False if it has been here before, or a later one has. From now on
-        nothing is taken in of those before it."""
+        """A window has come with this call; False if it has been here before, or a later one has, or if a
+        later call has said that the request is over. From now on nothing is taken in of those before it."""
+        if self._over.get(request_id, 0) > call > 0:
+            return False
         with self._lock:
             if 0 < mark <= self._marks.get(request_id, 0):
                 return False
@@ -119,6 +125,8 @@ class Outbox:
         if self._begun.get(request_id, 0) > call:
             return False
         self._begun.pop(request_id, None)
+        if call < math.inf:
+            self._over[request_id] = int(call)
         with self._lock:
             self._waiting.pop(request_id, None)
             self._marks.pop(request_id, None)
