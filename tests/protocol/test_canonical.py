@@ -14,13 +14,14 @@ from prometheus_client import generate_latest
 
 from llm42.config import Settings
 from llm42.engine.none import NoEngine
-from llm42.errors import NoFastPath, RequestRejected
+from llm42.errors import FingerprintChanged, NoFastPath, RequestRejected, VerifierUnavailable
 from llm42.local.affinity import measure_affinity
 from llm42.local.assembly import Local
 from llm42.local.demo import run_demo
-from llm42.protocol import Delta, FinishReason, Request
+from llm42.protocol import Commit, Delta, FinishReason, Request, Window
 from llm42.session.drive import Drive
 from llm42.session.driver import Generator
+from llm42.session.interfaces import Sink
 from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.verifier.scheduler import Verifier
 from tests.metrics_page import PrometheusMetrics
@@ -231,6 +232,43 @@ def test_best_effort_streams_are_counted_while_they_run(alone: Local) -> None:
         return seen
 
     assert asyncio.run(counts()) == [1, 0, 0]
+
+
+class ReplacedBetween:
+    """Another verifier, with another fingerprint, takes over after the first window's commit."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self.verifier, self.windows = verifier, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.verifier, name)
+
+    def follow(self, window: Window, sink: Sink) -> None:
+        self.windows += 1
+        name, first, told = f"fp{self.windows}", self.windows == 1, list[Any]()
+
+        def heard(answer: Any) -> None:
+            if first and told:
+                return
+            told.append(answer)
+            sink(replace(answer, fingerprint=name) if isinstance(answer, Commit) else answer)
+            if first:
+                sink(VerifierUnavailable("planted: it is gone"))
+
+        self.verifier.follow(window, heard)
+
+
+@both_classes
+def test_other_verifiers_go_on_where_nothing_is_promised(lab: Lab, alone: Local, deterministic: bool) -> None:
+    client = ReplacedBetween(alone.verifier)
+    generator = Generator(NoEngine(), alone.tokenizer, alone.settings, client)
+    request = request_of("replaced", 5, max_tokens=12, deterministic=deterministic)
+    if deterministic:
+        with pytest.raises(FingerprintChanged):
+            asyncio.run(collect(generator, request))
+    else:
+        assert differences(asyncio.run(collect(generator, request)), lab.oracle(request)) == []
+    assert client.windows == 2
 
 
 @both_classes

@@ -84,8 +84,8 @@ class HearsAll(Outbox):
     def hears(self, number: int) -> bool:
         return True
 
-    def begin(self, request_id: str, mark: int) -> bool:
-        super().begin(request_id, mark)
+    def begin(self, request_id: str, mark: int, call: int = 0) -> bool:
+        super().begin(request_id, mark, call)
         return True
 
 
@@ -264,3 +264,33 @@ async def test_what_is_wrong_with_a_window_is_its_own(
         assert isinstance(bad, told), bad
         assert [good, other] == [verify(named("good")), verify(named("other"))]
         assert made.exchange.dead is None
+
+
+def call_of(number: int, beside: int, **says: Any) -> Up:
+    return Up("replica", number, beside, interval_s=0.0, answer_s=0.5, **says)
+
+
+@pytest.mark.parametrize("credit", [0, 8])
+async def test_a_release_that_was_overtaken_ends_nothing(credit: int) -> None:
+    """Calls to an actor may overtake each other: the next window of the same request is there already."""
+    async with both(step_s=0.02) as made:
+        window = replace(named("r"), credit=credit, max_len=40 if credit else 0)
+        later = asyncio.create_task(made.boxes.exchange(call_of(3, 0, windows=(window,), marks=(2,))))
+        await asyncio.sleep(0.001)
+        overtaken = asyncio.create_task(made.boxes.exchange(call_of(2, 3, releases=("r",))))
+        given = await asyncio.gather(later, overtaken)
+        assert made.verifier.released == []
+        assert sum(down.commits is not None for down in given) == 1
+        await made.boxes.exchange(call_of(4, 2, releases=("r",)))  # this one is of the window
+        assert made.verifier.released == ["r"]
+
+
+async def test_a_window_that_its_release_has_overtaken_is_not_begun() -> None:
+    async with both() as made:
+        over = asyncio.create_task(made.boxes.exchange(call_of(2, 1, releases=("r",))))
+        await asyncio.sleep(0.001)
+        late = call_of(1, 2, windows=(named("r"),), marks=(1,))
+        await asyncio.gather(over, made.boxes.exchange(late))
+        assert made.verifier.submitted == []
+        again = call_of(3, 1, windows=(named("r"),), marks=(2,))
+        assert (await made.boxes.exchange(again)).commits is not None

@@ -55,6 +55,10 @@ class Outbox:
         """_told: the loop knows that something waits, and whether it is urgent."""
         self._marks: dict[str, int] = {}
         """Of the requests' present windows."""
+        self._begun: dict[str, int] = {}
+        """The numbers of the calls that these came with: calls may overtake each other."""
+        self._over: dict[str, int] = {}
+        """Requests that were released of late, and the number of the call that said so."""
         self._computed: dict[str, Future[Commit | Failure]] = {}
         """The present windows of those that are not followed."""
         self._heard: list[int] = []
@@ -72,15 +76,20 @@ class Outbox:
         if number in self._heard:
             return False
         self._heard = [*self._heard[1 - HEARD :], number]
+        if self._over:
+            self._over = {name: call for name, call in self._over.items() if call > number - HEARD}
         return True
 
-    def begin(self, request_id: str, mark: int) -> bool:
-        """A window has come; False if it has been here before, or a later one has. From now on nothing is
-        taken in of those before it."""
+    def begin(self, request_id: str, mark: int, call: int = 0) -> bool:
+        """A window has come with this call; False if it has been here before, or a later one has, or if a
+        later call has said that the request is over. From now on nothing is taken in of those before it."""
+        if self._over.get(request_id, 0) > call > 0:
+            return False
         with self._lock:
             if 0 < mark <= self._marks.get(request_id, 0):
                 return False
             self._marks[request_id] = mark
+        self._begun[request_id] = call
         self._drop(request_id)
         return True
 
@@ -110,12 +119,19 @@ class Outbox:
             error = answer.exception()
             self.put(request_id, answer.result() if error is None else typed(error), True, mark)
 
-    def forget(self, request_id: str) -> None:
-        """The request is over: what waits of it is for nobody."""
+    def forget(self, request_id: str, call: float = math.inf) -> bool:
+        """The request is over: what waits of it is for nobody. False where that was said in an earlier call
+        than its present window, and only comes later: it has begun anew."""
+        if self._begun.get(request_id, 0) > call:
+            return False
+        self._begun.pop(request_id, None)
+        if call < math.inf:
+            self._over[request_id] = int(call)
         with self._lock:
             self._waiting.pop(request_id, None)
             self._marks.pop(request_id, None)
         self._drop(request_id)
+        return True
 
     def _drop(self, request_id: str) -> None:
         """A window that waits to be computed is not any more."""

@@ -54,10 +54,10 @@ class Outboxes:
 
     def _hear(self, box: Outbox, up: Up) -> None:
         for name in up.releases:
-            self._verifier.release(name)
-            box.forget(name)
+            if box.forget(name, up.number):
+                self._verifier.release(name)
         for mark, window in zip(up.marks, up.windows, strict=True):
-            if box.begin(window.request_id, mark):
+            if box.begin(window.request_id, mark, up.number):
                 self._ask(box, window, mark)
         for name, until in up.renewals:
             self._verifier.renew(name, until, partial(_told, box, name, box.mark_of(name)))
