@@ -20,6 +20,8 @@ from llm42.telemetry.tracing import Tracer
 log = logging.getLogger(__name__)
 PAUSES_S = (0.05, 0.2, 0.8, 2.0)
 """Before the tries after the first; the last one repeats."""
+LOST_AFTER = 10
+"""Times session.verify_timeout_s: after so long a window is lost, whatever its verifier does for others."""
 SEND_IN_FULL = "send_in_full"
 """A `Failure` of this code: the verifier does not hold what it was to go on with."""
 
@@ -132,12 +134,12 @@ async def _once(
 
 async def _in_time(client: VerifierClient, window: Window, timeout_s: float) -> list[Commit | Failure]:
     """Raises TimeoutError as late as the verifier's progress on other windows allows: this one waits for its
-    turn until then."""
-    call, left_s = asyncio.ensure_future(client.verify([window])), timeout_s
+    turn until then, but not for ever, since nobody else would find that it is lost."""
+    call, left_s, began = asyncio.ensure_future(client.verify([window])), timeout_s, time.monotonic()
     try:
         while not (await asyncio.wait((call,), timeout=left_s))[0]:
             left_s = timeout_s - client.progressed_s(window.request_id)
-            if left_s <= 0.0:
+            if left_s <= 0.0 or time.monotonic() - began >= LOST_AFTER * timeout_s:
                 raise TimeoutError
         return call.result()
     finally:

@@ -15,6 +15,7 @@ import pytest
 from llm42.errors import VerifierUnavailable
 from llm42.protocol import Request
 from llm42.sampling import Sampled
+from llm42.session import verify_call
 from llm42.session.direct import DirectDrive
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
@@ -172,3 +173,34 @@ def test_control_it_would_wait_for_as_long_as_others_decode(
     monkeypatch.setattr(DirectDrive, "_renew", lambda *_: None)
     _, _, first = forgotten(lab)
     assert not first
+
+
+class Loses(Mute):
+    """Of each request the first window is never answered, though the verifier works on others."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        super().__init__(verifier)
+        self.seen = set[str]()
+
+    def progressed_s(self, _request_id: str) -> float:
+        return 0.0
+
+    async def verify(self, windows: Any) -> Any:
+        if windows[0].request_id not in self.seen:
+            self.seen.add(windows[0].request_id)
+            await asyncio.Event().wait()
+        return await self.verifier.verify(windows)
+
+
+def test_a_window_that_is_lost_is_asked_for_again_in_the_end(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of("lost", 1, max_tokens=20)
+    generator = lab.generator(lab.engine(), Loses(lab.verifier().start()), verify_timeout_s=0.05)
+    answer = asyncio.run(asyncio.wait_for(collect(generator, request), 30))
+    assert differences(answer, lab.oracle(request)) == []
+    assert answer.stats.verify_retries == 1
+    monkeypatch.setattr(verify_call, "LOST_AFTER", math.inf)  # control: nobody else finds it
+    generator = lab.generator(lab.engine(), Loses(lab.verifier().start()), verify_timeout_s=0.05)
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(collect(generator, request), 2))
