@@ -104,7 +104,8 @@ class Service:
                 _temp_dir=str(directory),
                 _metrics_export_port=self.settings.telemetry.metrics_port or None,
             )
-        self._say("Loading the model into the replicas")
+        loading = self.settings.engine.decodes
+        self._say("Loading the model into the replicas" if loading else "Starting the replicas")
         target = serve.RunTarget(
             target=build(self.settings.model_dump(mode="json")), name=APP_NAME, route_prefix="/"
         )

@@ -81,6 +81,6 @@ def _announce(url: str, settings: Settings, problem: str) -> None:
     kind = "best-effort" if problem else "deterministic: the same bits each time, under any load"
     out.print(f"\nAsk it something ({kind}):\n")
     print(curl, flush=True)  # unwrapped, so that it can be pasted
-    out.print(
-        "\nSee what happens without determinism, in another terminal:\n\n  make demo\n\nCtrl-C stops it."
-    )
+    if settings.engine.decodes:
+        out.print("\nSee what happens without determinism, in another terminal:\n\n  make demo")
+    out.print("\nCtrl-C stops it.")
