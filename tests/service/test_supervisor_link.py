@@ -12,7 +12,7 @@ from llm42.config import LEASE_MARGIN_S, Settings
 from llm42_serve.replica import supervisor_link, verifier_pool
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.supervisor import Membership
-from tests.service.pools import Published, pool_of, raises, window
+from tests.service.pools import Published, answer, pool_of, raises, window
 
 
 async def test_a_supervisor_that_died_is_created_anew_and_its_verifiers_stay_in_use(
@@ -30,7 +30,7 @@ async def test_a_supervisor_that_died_is_created_anew_and_its_verifiers_stay_in_
     monkeypatch.setattr(gone, "remote", raises(ActorDiedError()))
     await pool.refresh()
     assert pool.ready, "what was known stays in use"
-    assert await pool.verify([window(1)]) == [window(1)]
+    assert await pool.verify([window(1)]) == [answer(window(1))]
     await pool.refresh()
     assert created == [1]
     assert pool.ready
