@@ -12,7 +12,8 @@ from llm42.config import LEASE_MARGIN_S, Settings
 from llm42_serve.replica import supervisor_link, verifier_pool
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.supervisor import Membership
-from tests.service.pools import Published, answer, pool_of, raises, window
+from tests.service.pools import Published, pool_of, raises, window
+from tests.service.stand_ins import answer
 
 
 async def test_a_supervisor_that_died_is_created_anew_and_its_verifiers_stay_in_use(
