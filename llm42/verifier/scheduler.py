@@ -74,7 +74,7 @@ class Verifier(Admission):
             self._on_thread_start()
             while not self._closed:
                 self._working_since = time.monotonic()
-                if not self.step():
+                if not self.step() and not self._closed:  # the step may have taken in what says so
                     self._working_since = None
                     self._receive(self._inbox.get())
             if self._in_flight is not None:

@@ -182,7 +182,7 @@ class TorchEngine:
         set_threads(self.settings.thread_count)
         try:
             while not self._closed:
-                if not self.step():
+                if not self.step() and not self._closed:  # the step may have taken in what wakes it
                     self._commands.get()()
         except Exception:
             log.exception("the engine's loop failed")
