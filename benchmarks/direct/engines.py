@@ -8,7 +8,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class Asked:
 
 class Engine(ABC):
     """What is measured, as its client sees it."""
+
+    vocab = 128_000
+    """Prompts have ids below it."""
 
     @abstractmethod
     def add(self, asked: Asked, sampling: Sampling, seed: int, watched: bool) -> None:
@@ -134,20 +137,25 @@ class Ours(Engine):
 
     def __init__(self, options: Options) -> None:
         length, tokens = options.max_len, options.kv_tokens
-        self.runner: Any = (
+        runner: Any = (
             Waiting(STUB_STEP_S) if options.cpu else Waits(runner_8b(SIZES, tokens, length, options.small))
         )
-        self.verifier = Verifier(
-            self.runner, BlockPool(tokens // BLOCK, BLOCK), buckets=SIZES, max_len=length, vocab_size=VOCAB,
+        verifier = Verifier(
+            runner, BlockPool(tokens // BLOCK, BLOCK), buckets=SIZES, max_len=length, vocab_size=VOCAB,
             fingerprint="f", max_waiting=1 << 20,
         )  # fmt: skip
+        self._begin(verifier, lambda: float(runner.waited))
+
+    def _begin(self, verifier: Verifier, waited: Callable[[], float]) -> None:
+        """waited: CPU time of the step thread that is not the loop's own."""
+        self.verifier, self._waited = verifier, waited
         self.events: queue.SimpleQueue[tuple[Stream, Any]] = queue.SimpleQueue()
         self.loop_s, self.count = 0.0, 0
         self.verifier.on_step = self._stepped
         self.verifier.start()
 
     def _stepped(self, _: float) -> None:
-        self.loop_s = time.thread_time() - self.runner.waited
+        self.loop_s = time.thread_time() - self._waited()
 
     def add(self, asked: Asked, sampling: Sampling, seed: int, watched: bool) -> None:
         """As Engine's; the seed is used."""

@@ -13,7 +13,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.direct.engines import Asked, Engine, Options, Ours, Sampling, Stub, Vllm
@@ -28,13 +28,14 @@ MIXED_PROMPTS, MIXED_TOKENS = (128, 256, 1024, 2048), (64, 128, 256, 512)
 class Side:
     """Takes the orders."""
 
-    def __init__(self, kind: str, options: Options) -> None:
+    def __init__(self, make: Callable[[], Engine], warm: Sequence[dict[str, Any]] = ()) -> None:
+        """warm: orders."""
         began = time.monotonic()
-        vllm = Stub if options.cpu else Vllm
-        self.engine: Engine = Ours(options) if kind == "ours" else vllm(options)
+        self.engine = make()
+        self._vocab = self.engine.vocab
         self._kept: dict[int, list[list[int]]] = {}
         booted = time.monotonic()
-        for order in options.warm:
+        for order in warm:
             getattr(self, order["do"])(**{key: value for key, value in order.items() if key != "do"})
         self.ready = {"boot_s": booted - began, "warm_s": time.monotonic() - booted}
         print(self.ready, flush=True)
@@ -54,13 +55,13 @@ class Side:
         self, count: int, length: int, tokens: int, in_flight: int, sampling: Sampling, seed: int
     ) -> dict[str, float]:
         """Output tokens per second, the prompts' time included."""
-        prompts = list(_prompts(str(seed), count, length))
+        prompts = list(prompts_of(str(seed), count, length, self._vocab))
         found = self._measured(_same(prompts, tokens), in_flight, sampling)
         return {"tok_s": count * tokens / found["seconds"], **found}
 
     def prefill(self, count: int, length: int, in_flight: int, seed: int) -> dict[str, float]:
         """Prompt tokens per second: outputs are of one token."""
-        prompts = list(_prompts(f"p{seed}", count, length))
+        prompts = list(prompts_of(f"p{seed}", count, length, self._vocab))
         found = self._measured(_same(prompts, 1), in_flight, {})
         return {"tok_s": count * length / found["seconds"], **found}
 
@@ -94,7 +95,7 @@ class Side:
         """The same ones each time, and one token longer than `context`: of a prompt of whole blocks an engine
         computes the last block anew, of these a single row."""
         kept = self._kept.setdefault(context, [])
-        kept += _prompts(str(context), count, context + 1, len(kept))
+        kept += prompts_of(str(context), count, context + 1, self._vocab, len(kept))
         return kept[:count]
 
 
@@ -102,9 +103,12 @@ def _same(prompts: list[list[int]], tokens: int) -> list[Asked]:
     return [Asked(prompt, tokens) for prompt in prompts]
 
 
-def _prompts(seed: str, count: int, length: int, begin: int = 0) -> Iterator[list[int]]:
+def prompts_of(
+    seed: str, count: int, length: int, vocab: int = 128_000, begin: int = 0
+) -> Iterator[list[int]]:
+    """Prompts number `begin` to `count` of a seed."""
     for number in range(begin, count):
-        yield random.Random(f"{seed} {number}").choices(range(3, 128_000), k=length)
+        yield random.Random(f"{seed} {number}").choices(range(3, vocab), k=length)
 
 
 def _mixed(seed: int, count: int, rate: float = 0.0) -> Iterator[Asked]:
@@ -118,9 +122,9 @@ def _mixed(seed: int, count: int, rate: float = 0.0) -> Iterator[Asked]:
 
 def main() -> None:
     """Answers until stdin ends."""
-    options: dict[str, Any] = json.loads(sys.argv[2])
-    kind, pipe = sys.argv[1], int(sys.argv[3])
-    serve(lambda: Side(kind, Options(**options)), pipe)
+    kind, options, pipe = sys.argv[1], Options(**json.loads(sys.argv[2])), int(sys.argv[3])
+    engine = Ours if kind == "ours" else Stub if options.cpu else Vllm
+    serve(lambda: Side(lambda: engine(options), options.warm), pipe)
 
 
 if __name__ == "__main__":
