@@ -34,8 +34,8 @@ prepare_environment()
 
 import ray  # noqa: E402
 
+from benchmarks.direct.model import add_arguments, model_of  # noqa: E402
 from benchmarks.direct.side import prompts_of  # noqa: E402
-from benchmarks.lib.random_model import LLAMA_8B, write_random  # noqa: E402
 from benchmarks.lib.report import Figure, arguments, report  # noqa: E402
 from benchmarks.lib.sides import Dead, Process  # noqa: E402
 from llm42.checkpoint.description import load_tokenizer  # noqa: E402
@@ -43,10 +43,8 @@ from llm42.config import Settings  # noqa: E402
 from llm42.protocol import Request  # noqa: E402
 from llm42.session.driver import Generator  # noqa: E402
 from llm42.telemetry.metrics import Metrics  # noqa: E402
-from llm42.text.tokenizer import Tokenizer  # noqa: E402
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT  # noqa: E402
 from llm42_serve.replica.verifier_pool import VerifierPool  # noqa: E402
-from tests.support import write_model  # noqa: E402
 
 PREDICTED = {"actor_over_in_process": 0.97}
 READY_S = 200.0
@@ -64,13 +62,7 @@ class Seen:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Of all processes."""
-    place = Path(args.scratch or args.out)
-    if args.cpu:
-        path, vocab = write_model(place / "tiny", positions=4096), 512
-    else:
-        tokenizer = Tokenizer.load(Path(args.tokenizer))
-        path, vocab = write_random(LLAMA_8B, tokenizer, place / "random-8b"), LLAMA_8B.vocab_size
-    args.vocab = vocab
+    path, args.vocab = model_of(args)
     length = args.input + args.output + 16
     verifier = {
         "kv_tokens": args.in_flight * (-(-length // 64) * 64 + 64), "audit_share": 0.0,
@@ -78,7 +70,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     }  # fmt: skip
     tree = {
         "model": {
-            "path": str(path), "name": "m", "device": "cpu" if args.cpu else "cuda", "max_model_len": length,
+            "path": path, "name": "m", "device": "cpu" if args.cpu else "cuda", "max_model_len": length,
         },
         "session": {"mode": "direct"},
         "verifier": verifier,
@@ -245,8 +237,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="h200-direct-actor")
     parser.add_argument("--limit-s", type=float, default=280.0)
-    parser.add_argument("--scratch", help="where the model is written; by default --out")
-    parser.add_argument("--tokenizer", default=Settings().model.path, help="a GGUF file: SmolLM2's")
     for name, default in (
         ("in-flight", 256),
         ("requests", 512),
@@ -256,7 +246,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--alone", action="store_true", help="nothing in process beside it")
-    parser.add_argument("--cpu", action="store_true")
+    add_arguments(parser)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.resolve()

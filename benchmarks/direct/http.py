@@ -25,19 +25,16 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.direct.model import add_arguments, model_of
 from benchmarks.direct.side import prompts_of
-from benchmarks.lib.random_model import LLAMA_8B, write_random
 from benchmarks.lib.report import Figure, arguments, report
-from llm42.config import Settings
-from llm42.text.tokenizer import Tokenizer
 from tests.conftest import free_port
-from tests.support import write_model
 
 PREDICTED = {"kept_whole": 0.95, "kept_stream": 0.95}
 TARGET, CLIENT_LIMIT = 0.95, 0.7
@@ -94,15 +91,6 @@ class Server:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-
-
-def model_of(args: argparse.Namespace) -> tuple[str, int]:
-    """Its directory and its vocabulary."""
-    place = Path(args.scratch or args.out)
-    if args.cpu:
-        return str(write_model(place / "tiny", positions=4096)), 512
-    config = replace(LLAMA_8B, vocab_size=49152, eos_token_ids=(2,), bos_token_id=1)
-    return str(write_random(config, Tokenizer.load(Path(args.tokenizer)), place / "random-8b-49152")), 49152
 
 
 def ours(args: argparse.Namespace, path: str, length: int, kv_tokens: int) -> Server:
@@ -263,8 +251,6 @@ def main() -> None:
     parser.add_argument("--name", default="h200-direct-http")
     parser.add_argument("--limit-s", type=float, default=330.0)
     parser.add_argument("--boot-s", type=float, default=220.0)
-    parser.add_argument("--scratch", help="where the model is written; by default --out")
-    parser.add_argument("--tokenizer", default=Settings().model.path, help="a GGUF file: SmolLM2's")
     parser.add_argument("--layout", choices=["canonical", "direct"], default="canonical")
     parser.add_argument("--servers", nargs="+", choices=["ours", "vllm"], default=["ours", "vllm"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
@@ -273,7 +259,7 @@ def main() -> None:
         ("stream-interval", 6), ("ingresses", 2), ("replicas", 1),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--cpu", action="store_true")
+    add_arguments(parser)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.resolve()
