@@ -22,7 +22,7 @@ BATCH_INVARIANT_TARGET = 1.10
 PREDICTED = {
     "step_64": 0.95, "step_1": 1.0, "step_8": 1.0, "step_200": 0.95,
     "load_256_256": 1.0, "load_256_256_sampled": 0.95, "load_1024_256": 0.9,
-    "load_512_512": 0.98, "load_256_256_restricted": 0.55,
+    "load_512_512": 0.98, "load_256_256_restricted": 0.8,
     "step_300": 1.0, "step_1_32k": 1.1, "step_8_32k": 1.12,
     "prefill_1k": 1.0, "prefill_4k": 0.97, "prefill_1k_alone": 1.1, "prefill_4k_alone": 1.0,
     "ttft_p50": 1.0, "ttft_p99": 1.0,

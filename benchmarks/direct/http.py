@@ -34,6 +34,7 @@ import aiohttp
 from benchmarks.direct.model import add_arguments, model_of
 from benchmarks.direct.side import prompts_of
 from benchmarks.lib.report import Figure, arguments, report
+from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from tests.conftest import free_port
 
 PREDICTED = {"kept_whole": 0.95, "kept_stream": 0.95}
@@ -56,10 +57,11 @@ class Server:
     """Of every request to it."""
 
     def start(self, out: Path) -> None:
-        """Its output goes to out/KIND.log."""
+        """Its output goes to out/KIND.log. cuBLAS is as it comes; ours sees to its own processes."""
+        plain = {key: value for key, value in os.environ.items() if key not in CUBLAS_ENVIRONMENT}
         with (out / f"{self.kind}.log").open("w") as log:
             self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | self.environment,
+                self.command, stdout=log, stderr=subprocess.STDOUT, env=plain | self.environment,
                 start_new_session=True,
             )  # fmt: skip
 
