@@ -210,9 +210,9 @@ def figures(
     }
 
 
-def runner_8b(sizes: tuple[int, ...], kv_tokens: int, max_len: int, small: str = "tma") -> Any:
+def runner_8b(sizes: tuple[int, ...], kv_tokens: int, max_len: int, small: str = "hopper") -> Any:
     """The 8B shape in bfloat16, as a verifier on a GPU has it. small: how attention of few rows loads keys
-    and values, "tma" as usual or "hopper"."""
+    and values, "hopper" or "tma"."""
     import torch
 
     from benchmarks.lib.random_model import LLAMA_8B, random_model
@@ -223,9 +223,8 @@ def runner_8b(sizes: tuple[int, ...], kv_tokens: int, max_len: int, small: str =
 
     c, model = LLAMA_8B, random_model(LLAMA_8B, max_len=max_len)
     kv = KVCache(c.num_layers, kv_tokens // BLOCK, BLOCK, c.num_kv_heads, c.head_dim, torch.bfloat16, "cuda")
-    shape = attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, BLOCK)
-    if small == "hopper":
-        shape = replace(shape, small=Tile(64, 4, 4, 1, "hopper"))
+    tile = {"hopper": Tile(64, 4, 4, 1, "hopper"), "tma": Tile(64, 4, 3, 2, "tma")}[small]
+    shape = replace(attention_shape(c.num_heads, c.num_kv_heads, c.head_dim, BLOCK), small=tile)
     return CudaRunner(model, cuda_operators(), kv, sizes, max_len, shape=shape)
 
 
