@@ -28,7 +28,7 @@ START_S = 120.0
 """For a new process on a busy machine."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["verify", "direct"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def app(service: Service, tree: dict[str, Any], request: pytest.FixtureRequest) -> AsyncIterator[App]:
     mode, watch = request.param, {"verifier_s": 6.0, "supervisor_s": 4.0}
     quick = tree | {"session": tree["session"] | {"verify_timeout_s": 5.0}, "watch": watch}
@@ -69,6 +69,7 @@ async def check_streams(app: App, lab: Lab) -> None:
     assert [(o.tokens, o.logprobs, o.error) for o in got] == [(*lab.oracle(r).sent, "") for r in requests]
 
 
+@pytest.mark.parametrize("app", ["direct", "verify"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_verifier_that_hangs_is_replaced(app: App, lab: Lab) -> None:
     hung, healthy = await app.verifier_pids()
@@ -90,6 +91,7 @@ async def test_a_verifier_that_hangs_is_replaced(app: App, lab: Lab) -> None:
     await check_streams(app, lab)
 
 
+@pytest.mark.parametrize("app", ["verify"], indirect=True)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_supervisor_that_hangs_is_replaced_before_its_verifiers_end(app: App, lab: Lab) -> None:
     before = await published(app)
