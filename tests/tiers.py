@@ -63,11 +63,10 @@ STARTS_ITS_OWN = (
 UNIT = Part("unit", ("tests/unit", "tests/chart", "tests/audit"), HERE)
 PROTOCOL = Part("protocol", ("tests/protocol",), HERE)
 REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where + PROTOCOL.where)), HERE)
-CLUSTER = Part(
-    "cluster",
-    ("tests/service", "tests/chaos", "tests/metrics", *(f"--ignore={file}" for file in STARTS_ITS_OWN)),
-    CLUSTERS,
-)
+APART = tuple(f"--ignore={file}" for file in STARTS_ITS_OWN)
+CLUSTER = Part("cluster", ("tests/service", "tests/metrics", *APART), CLUSTERS)
+CHAOS = Part("chaos", ("tests/chaos", *APART), CLUSTERS)
+"""All of it is slow, and waits most of the time: a cluster of its own."""
 STARTS = Part("starts", STARTS_ITS_OWN, CLUSTERS)
 INTERPRETER = Part(
     "interpreter",
@@ -83,7 +82,7 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "vllm":
         return [VLLM]
     if tier == "all":
-        return [CLUSTER, PROTOCOL, UNIT, REST, STARTS, INTERPRETER]
+        return [CLUSTER, CHAOS, PROTOCOL, UNIT, REST, STARTS, INTERPRETER]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
     marked = CLUSTER, PROTOCOL, UNIT, REST, STARTS
     return [*(Part(p.name, p.where, f"{p.marks} and not slow") for p in marked), INTERPRETER]
