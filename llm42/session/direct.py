@@ -97,9 +97,8 @@ class DirectDrive(Drive):
             left_s = limit_s - self.verifier.progressed_s(name)
             if answers or left_s <= 0.0:
                 return list(_joined(answers)) or [(self.attempt, TimeoutError())]
-            self._renew(
-                self.session.until
-            )  # says nothing new; but should it not be known there, we hear of it
+            # says nothing new; but should the request not be known there, we hear of it
+            self._renew(self.session.until)
 
     def _take(self, commit: Commit) -> Delta | None:
         """What the client gets of a commit; None when it says nothing new."""

@@ -142,8 +142,9 @@ class Generator:
         direct = self.settings.session.mode == "direct"
         if direct and request.request_id in self._decoded_directly:
             raise EngineFailed(SAME_ID)
+        if direct:
+            self._decoded_directly.add(request.request_id)
         drive: Drive = (DirectDrive if direct else _Drive)(self, request, text)
-        self._decoded_directly.update({request.request_id} if direct else ())
         try:
             if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
                 yield await drive.score_prompt()

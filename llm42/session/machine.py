@@ -39,7 +39,7 @@ class Session:
     stats: RequestStats = field(default_factory=RequestStats)
     credit: int = field(init=False)
     """What windows carry; 0: each has one commit."""
-    _until: int = 0
+    until: int = 0
     """Up to which length of prompt and output the verifier may go on; 0: no window had credit."""
     _gap_at: int = -1
     """Length of the output at which a commit was last found missing."""
@@ -110,7 +110,7 @@ class Session:
         )
         if not self.credit:
             return window
-        self._until = min(len(window.tokens) + 1 + self.credit, self._max_len)
+        self.until = min(len(window.tokens) + 1 + self.credit, self._max_len)
         ends = request.stop_token_ids
         return replace(window, credit=self.credit, stop_token_ids=ends, max_len=self._max_len)
 
@@ -144,7 +144,7 @@ class Session:
             return []
         window, begin = self.in_flight, commit.base - len(self.request.prompt)
         answers = window is not None and commit.base == len(window.tokens)
-        if commit.request_id != self.request.request_id or begin < 0 or not (answers or self._until):
+        if commit.request_id != self.request.request_id or begin < 0 or not (answers or self.until):
             raise ValueError(
                 f"commit for {commit.request_id}@{commit.base} does not answer this session's window"
             )
@@ -172,7 +172,7 @@ class Session:
     def _fresh(self, commit: Commit, given: Sequence[int], known: Sequence[int]) -> tuple[int, ...]:
         """The commit's tokens after those that are known from its base on. given: what it may accept of."""
         count = commit.accepted + 1 + len(commit.decoded)
-        unasked = bool(commit.decoded) and not self._until
+        unasked = bool(commit.decoded) and not self.until
         if unasked or not 0 <= commit.accepted <= len(given) or len(commit.logprobs) != count:
             raise ValueError(
                 f"a commit of {commit.accepted} candidates with {len(commit.logprobs)} log-probabilities does"
@@ -197,9 +197,9 @@ class Session:
         """More credit when half is used, if anything is left to decode for whoever decodes."""
         length = len(self.request.prompt) + len(self.committed)
         until = min(length + self.credit, self._max_len)
-        if not self.in_flight or 2 * (self._until - length) > self.credit or until <= self._until:
+        if not self.in_flight or 2 * (self.until - length) > self.credit or until <= self.until:
             return []
-        self._until = until
+        self.until = until
         return [Renew(until)]
 
     def lost(self) -> None:
@@ -277,8 +277,3 @@ class Session:
             self.target = grown if worth else max(least, min(grown, self._ahead // 2))
         elif not full:
             self.target = max(self.settings.min_window, self.target // 2)
-
-    @property
-    def until(self) -> int:
-        """Up to which length of prompt and output the verifier may go on; 0: no window had credit."""
-        return self._until

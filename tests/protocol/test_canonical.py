@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from llm42.config import Settings
 from llm42.engine.none import NoEngine
 from llm42.errors import FingerprintChanged, NoFastPath, RequestRejected, VerifierUnavailable
 from llm42.local.affinity import measure_affinity
@@ -31,6 +30,7 @@ from tests.support import (
     SAMPLED,
     Answer,
     Lab,
+    canonical,
     check_pool,
     collect,
     differences,
@@ -41,13 +41,6 @@ from tests.support import (
 
 KINDS = (GREEDY, SAMPLED, PENALISED)
 both_classes = pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "best effort"])
-
-
-def canonical(settings: Settings, **session: Any) -> Settings:
-    """The same in the canonical layout."""
-    tree = settings.model_dump(mode="json")
-    tree["session"] |= {"mode": None, **session}
-    return Settings.load(tree | {"engine": {"kind": "canonical"}})
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,15 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
         yield made
 
 
+def client_of(service: Service) -> openai.AsyncOpenAI:
+    """An asynchronous client of an application, which does not hide errors either."""
+    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
 @pytest.fixture
 async def aclient(service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     """The asynchronous one."""
-    made = openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-    async with made:
+    async with client_of(service) as made:
         yield made
 
 

@@ -29,10 +29,9 @@ from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.outboxes import Outboxes
-from tests.protocol.test_canonical import canonical
 from tests.service.stand_ins import Call
 from tests.service.test_version_skew import Replica, World
-from tests.support import Lab, request_of
+from tests.support import Lab, canonical, request_of
 
 PROMPT = [5, 9, 40, 77, 130, 8, 21, 300]
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "return_token_ids": True}

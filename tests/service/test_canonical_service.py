@@ -15,23 +15,16 @@ import pytest
 import ray
 
 from llm42.config import Settings
-from llm42.protocol import Request, SamplingParams
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import NAMESPACE
-from tests.protocol.test_canonical import canonical
-from tests.service.conftest import WAIT_S
+from tests.service.conftest import WAIT_S, client_of
 from tests.service.served import Application, on_the_tiny_model_only
 from tests.service.test_service import verifier_name
-from tests.service.traffic import Answer, ask, noise
-from tests.support import Lab, prompt_of
+from tests.service.traffic import SAMPLINGS, ask, noise, oracle
+from tests.support import Lab, canonical, prompt_of
 
 pytestmark = [pytest.mark.service, on_the_tiny_model_only]
 TOKENS = 48
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 7},
-    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5},
-]
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +37,8 @@ def alone(service: Service, cluster_settings: Settings) -> Iterator[Service]:
 @pytest.fixture
 async def asks(alone: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of it."""
-    made = openai.AsyncOpenAI(base_url=f"{alone.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-    async with made:
+    async with client_of(alone) as made:
         yield made
-
-
-def oracle(served: Lab, prompt: list[int], fields: dict[str, Any], tokens: int = TOKENS) -> Answer:
-    request = Request("oracle", tuple(prompt), tokens, SamplingParams(**fields), True, num_logprobs=0)
-    return Answer(*served.oracle(request).sent)
 
 
 async def test_answers_under_noise_are_the_oracles(
@@ -65,7 +52,7 @@ async def test_answers_under_noise_are_the_oracles(
         found = await asyncio.gather(
             *(ask(c, model, prompt, TOKENS, deterministic=d, **fields) for c, d in asked)
         )
-        assert {answer for answer, _ in found} == {oracle(served, prompt, fields)}
+        assert {answer for answer, _ in found} == {oracle(served, prompt, fields, TOKENS)}
         for (client, deterministic), (_, evidence) in zip(asked, found, strict=True):
             counts = evidence["direct_tokens"], evidence["candidate_tokens"]
             if client is asks:
@@ -90,7 +77,7 @@ async def test_a_best_effort_stream_and_its_seed(
             tokens += (choice.model_extra or {})["token_ids"]
         seed = (chunk.model_extra or {}).get("llm42", {}).get("seed", seed)
     assert seed is not None
-    assert tuple(tokens) == oracle(served, prompt, {"temperature": 1.0, "seed": seed}).tokens
+    assert tuple(tokens) == oracle(served, prompt, {"temperature": 1.0, "seed": seed}, TOKENS).tokens
 
 
 async def test_the_verifier_killed_under_streams_of_both_classes(

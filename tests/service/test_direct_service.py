@@ -15,22 +15,16 @@ import pytest
 import ray
 
 from llm42.config import Settings
-from llm42.protocol import Request, SamplingParams
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import NAMESPACE
-from tests.service.conftest import WAIT_S
+from tests.service.conftest import WAIT_S, client_of
 from tests.service.served import Application, on_the_tiny_model_only
 from tests.service.test_service import verifier_name
-from tests.service.traffic import Answer, ask, noise
+from tests.service.traffic import SAMPLINGS, Answer, ask, noise, oracle
 from tests.support import Lab, prompt_of
 
 pytestmark = [pytest.mark.service, on_the_tiny_model_only]
 TOKENS = 48
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 1.0, "seed": 7},
-    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5},
-]
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +38,8 @@ def direct(service: Service, cluster_settings: Settings) -> Iterator[Service]:
 @pytest.fixture
 async def asks(direct: Service) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client of it."""
-    made = openai.AsyncOpenAI(base_url=f"{direct.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-    async with made:
+    async with client_of(direct) as made:
         yield made
-
-
-def oracle(served: Lab, prompt: list[int], fields: dict[str, Any], tokens: int = TOKENS) -> Answer:
-    request = Request("oracle", tuple(prompt), tokens, SamplingParams(**fields), True, num_logprobs=0)
-    return Answer(*served.oracle(request).sent)
 
 
 async def test_answers_under_noise_are_the_oracles(
@@ -65,7 +53,7 @@ async def test_answers_under_noise_are_the_oracles(
         found = await asyncio.gather(
             *(ask(c, model, prompt, TOKENS, deterministic=True, **fields) for c in both)
         )
-        assert {answer for answer, _ in found} == {oracle(served, prompt, fields)}
+        assert {answer for answer, _ in found} == {oracle(served, prompt, fields, TOKENS)}
         for _, evidence in found[:4]:
             assert evidence["candidate_tokens"] == evidence["rollbacks"] == 0
     await beside

@@ -22,7 +22,7 @@ from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up, unpack
 from tests.protocol.session_model import oracle, prompt_of
-from tests.service.wires import Both, Read, Transport, read, request_of
+from tests.service.wires import Both, GivesOnce, Read, SaysOnce, Transport, read, request_of
 
 FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
 LONG_S = 30.0
@@ -70,26 +70,12 @@ async def test_nor_of_each_alone(fate: str) -> None:
     assert noticed == []
 
 
-class GivesOnce(Outbox):
-    """Keeps nothing of what it has given."""
-
-    def _acknowledge(self, up: Up) -> None:
-        super()._acknowledge(replace(up, acknowledged=self._number))
-
-
 class InAnyOrder(Exchange):
     """Hands on what comes as it comes."""
 
     def _take(self, down: Down) -> None:
         self._arrived = max(self._arrived, down.number)
         self._hand_on(down)
-
-
-class SaysOnce(Exchange):
-    """Does not repeat what a lost call said."""
-
-    def _repeat(self, up: Up, error: Exception) -> None:
-        super()._repeat(replace(up, windows=(), renewals=(), releases=()), error)
 
 
 async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:

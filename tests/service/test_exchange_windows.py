@@ -21,7 +21,7 @@ from llm42_serve.verifiers import outboxes
 from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import oracle, prompt_of, verify
-from tests.service.wires import Both, Stepper, checked, read, request_of
+from tests.service.wires import Both, GivesOnce, SaysOnce, Stepper, checked, read, request_of
 
 FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
 
@@ -71,13 +71,6 @@ async def test_nor_of_each_alone(fate: str) -> None:
     assert noticed == []
 
 
-class GivesOnce(Outbox):
-    """Keeps nothing of what it has given."""
-
-    def _acknowledge(self, up: Up) -> None:
-        super()._acknowledge(replace(up, acknowledged=self._number))
-
-
 class HearsAll(Outbox):
     """Takes a call, and a window, that comes again for another one."""
 
@@ -94,13 +87,6 @@ class TakesAll(Exchange):
 
     def _say(self, name: str, mark: int, answer: Answer) -> None:
         super()._say(name, 0, answer)
-
-
-class SaysOnce(Exchange):
-    """Does not repeat what a lost call said."""
-
-    def _repeat(self, up: Up, error: Exception) -> None:
-        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=()), error)
 
 
 async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.MonkeyPatch) -> None:

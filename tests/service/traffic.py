@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openai
+
+from llm42.protocol import Request, SamplingParams
+from tests.support import Lab
 
 
 class Answer(NamedTuple):
@@ -14,6 +17,20 @@ class Answer(NamedTuple):
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+
+
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "presence_penalty": 0.5},
+)
+"""Greedy, sampled, and with the stages that restrict and penalise."""
+
+
+def oracle(served: Lab, prompt: list[int], fields: dict[str, Any], tokens: int) -> Answer:
+    """The right answer to a completion with these sampling fields."""
+    request = Request("oracle", tuple(prompt), tokens, SamplingParams(**fields), True, num_logprobs=0)
+    return Answer(*served.oracle(request).sent)
 
 
 async def ask(

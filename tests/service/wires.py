@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from llm42.session.actions import Emit, Renew
 from llm42.session.interfaces import Sink
 from llm42.session.machine import Session
 from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import END, FastPath, canonical, logprob, prompt_of, verify
@@ -266,3 +267,17 @@ class Both:
         for task in self.transport.others:
             task.cancel()
         await asyncio.to_thread(self.verifier.close)
+
+
+class GivesOnce(Outbox):
+    """Keeps nothing of what it has given."""
+
+    def _acknowledge(self, up: Up) -> None:
+        super()._acknowledge(replace(up, acknowledged=self._number))
+
+
+class SaysOnce(Exchange):
+    """Does not repeat what a lost call said."""
+
+    def _repeat(self, up: Up, error: Exception) -> None:
+        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=()), error)

@@ -17,7 +17,7 @@ from tests.support.engines import (
     wait_until,
 )
 from tests.support.followers import Followed, Follower
-from tests.support.lab import Lab
+from tests.support.lab import Lab, canonical
 from tests.support.oracle import Answer, answer_of, decode_alone, differences
 from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
 from tests.support.share import sweep
@@ -47,6 +47,7 @@ __all__ = [
     "bare",
     "both_engines",
     "both_ways",
+    "canonical",
     "certified_smollm2",
     "check_blocks",
     "check_pool",

@@ -152,3 +152,10 @@ class Lab:
         for part in self.parts:
             part.close()
         self.parts.clear()
+
+
+def canonical(settings: Settings, **session: Any) -> Settings:
+    """The same in the canonical layout."""
+    tree = settings.model_dump(mode="json")
+    tree["session"] |= {"mode": None, **session}
+    return Settings.load(tree | {"engine": {"kind": "canonical"}})
