@@ -60,7 +60,7 @@ STARTS_ITS_OWN = (
     "tests/chaos/test_nodes.py",
 )
 """What does not use the cluster of tests/conftest.py."""
-UNIT = Part("unit", ("tests/unit", "tests/chart", "tests/audit"), HERE)
+UNIT = Part("unit", ("tests/unit",), HERE)
 PROTOCOL = Part("protocol", ("tests/protocol",), HERE)
 REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where + PROTOCOL.where)), HERE)
 APART = tuple(f"--ignore={file}" for file in STARTS_ITS_OWN)
@@ -109,6 +109,8 @@ class Running:
         command += ["-m", part.marks] if part.marks else []
         # one thread each: those that wait for each other make no progress while another process has the core
         env = {"OMP_NUM_THREADS": "1"} | os.environ | part.env
+        # else each of some hundred processes would compile every module anew
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, *options], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT
@@ -138,9 +140,8 @@ def run(tier: str, options: list[str]) -> int:
     """Runs a tier; the exit status."""
     BUILD.mkdir(parents=True, exist_ok=True)
     (BUILD / f"{tier}.json").unlink(missing_ok=True)
-    shutil.rmtree(
-        BUILD / "certificates", ignore_errors=True
-    )  # tests/support/smollm2.py: one anew for each tier
+    if tier != "quick":  # tests/support/smollm2.py: it is kept under its inputs; CI makes one anew
+        shutil.rmtree(BUILD / "certificates", ignore_errors=True)
     running = [Running(tier, part, options) for part in parts_of(tier)]
     for one in running:
         print(f"{tier}: {one.part.name} is running: {one.log.relative_to(ROOT)}", flush=True)

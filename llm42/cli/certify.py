@@ -55,7 +55,7 @@ def _print_failure(failure: CertificationFailed, plants: list[str], as_json: boo
 def _table(certificate: Certificate) -> Table:
     table = Table("operator", "provider", "passed", "step sizes", "what was found")
     for report in certificate.reports:
-        sizes = ", ".join(map(str, report.buckets)) or "none"
+        sizes = ", ".join(map(str, report.buckets))
         table.add_row(
             report.operator, report.provider, "yes" if report.passed else "no", sizes, report.violation or ""
         )

@@ -20,6 +20,7 @@ from llm42.cache import KVCache
 from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.torch.engine import Running, TorchEngine
 from llm42.errors import Overloaded
+from llm42.host.threads import torch_threads
 from llm42.protocol import Commit, Failure, Request, Window
 from llm42.sampling import Sampled
 from llm42.session import drive
@@ -175,10 +176,20 @@ def unrounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     lab.close()
 
 
+def answers_of(verifier: Verifier, windows: Sequence[Window]) -> list[Commit | Failure]:
+    """Steps a verifier that has no thread until all windows are answered: they share its steps, on every
+    machine."""
+    futures = [verifier.submit(window) for window in windows]
+    while not all(future.done() for future in futures):
+        verifier.step()
+    return [future.result() for future in futures]
+
+
 @pytest.mark.parametrize("plant", [None, "row-count", "attention-split", "attention-tile"])
 def test_control_a_verifier_whose_rows_depend_on_the_load_is_noticed(
     unrounded: Lab, plant: str | None
 ) -> None:
+    """Each window alone, then all at once."""
     lab = unrounded
     requests = [request_of(f"l{i}", i % 4, length=(3, 16, 33, 100)[i % 4]) for i in range(12)]
     # one step size: how many of its rows are in use depends on the load
@@ -186,10 +197,18 @@ def test_control_a_verifier_whose_rows_depend_on_the_load_is_noticed(
         verifier = lab.verifier(buckets=(128,), wrap=SplitsWhenHalfFull)
     else:
         verifier = lab.verifier(buckets=(128,), plants=() if plant is None else (plant,))
-    generator = lab.generator(lab.engine(), verifier.start())
-    alone = [replace(r, request_id=f"{r.request_id}-alone") for r in requests[:4]]
-    answers = [serve(generator, [r])[0] for r in alone] + serve(generator, requests, 0.2)
-    assert (lab.wrong(answers, [*alone, *requests]) == []) == (plant is None)
+    windows = [window_of(r, [], lab.oracle(r).tokens[: 5 + 5 * (i % 3)]) for i, r in enumerate(requests)]
+    alone = [replace(window, request_id=f"{window.request_id}-alone") for window in windows[:4]]
+    with torch_threads(lab.settings.verifier.threads):
+        got = [answers_of(verifier, [window])[0] for window in alone] + answers_of(verifier, windows)
+
+    def is_the_oracles(answer: Commit | Failure, request: Request) -> bool:
+        assert isinstance(answer, Commit), answer
+        count, right = answer.accepted + 1, lab.oracle(request)
+        return (answer.next_token, answer.logprobs) == (right.tokens[count - 1], right.logprobs[:count])
+
+    right = [is_the_oracles(a, r) for a, r in zip(got, [*requests[:4], *requests], strict=True)]
+    assert all(right) == (plant is None)
 
 
 def test_requests_with_a_common_prompt_share_its_blocks(lab: Lab) -> None:

@@ -14,7 +14,7 @@ from tests.support.lab import Lab
 
 ROOT = Path(__file__).parents[2]
 CERTIFICATES = ROOT / "build" / "tests" / "certificates"
-"""Where its certificate is kept, under its inputs; a tier starts without one (tests/tiers.py)."""
+"""Where its certificate is kept, under its inputs; `make test-all` starts without one (tests/tiers.py)."""
 
 
 @cache

@@ -65,6 +65,26 @@ def _same_rows(got: Rows, rows: Sequence[int], want: Rows, probes: Sequence[int]
     return all(same_bits(g[list(rows)], w[list(probes)]) for g, w in zip(got, want, strict=True))
 
 
+def check_sizes(case: OperatorCase, sizes: Sequence[int], tally: Tally) -> Violation | None:
+    """Check (c) alone, in one arrangement: about a thirtieth of `check_rows`, for refusing early what it would
+    refuse. It lets nothing pass."""
+    probes = case.make(PROBES, torch.Generator(device="cpu").manual_seed(0))
+    want: Rows | None = None
+    for rows in reversed(sizes):
+        got = case.run(*(p[[i % PROBES for i in range(rows)]].clone() for p in probes))
+        tally.rows += rows
+        want = want or tuple(o[:PROBES].clone() for o in got)
+        if not all(same_bits(g[:PROBES], w[: len(g)]) for g, w in zip(got, want, strict=True)):
+            return _differ(case, rows, sizes[-1])
+    return None
+
+
+def _differ(case: OperatorCase, rows: int, reference: int) -> Violation:
+    return Violation(
+        case.operator, "step size", f"{case.shape}: steps of {rows} and {reference} rows differ"
+    )
+
+
 def check_bucket(case: OperatorCase, bucket: int, tally: Tally) -> Rows | Violation:
     """Checks (a) and (b) in steps of `bucket` rows: equal rows have equal bits. Returns the probes' outputs,
     to be compared across buckets.
@@ -130,8 +150,7 @@ def check_rows(
         if isinstance(got, Violation):
             first = first or got
         elif not all(same_bits(g, w[: len(g)]) for g, w in zip(got, reference, strict=True)):
-            detail = f"{case.shape}: steps of {bucket} and {buckets[-1]} rows differ"
-            first = first or Violation(case.operator, "step size", detail)
+            first = first or _differ(case, bucket, buckets[-1])
         else:
             good.insert(0, bucket)
     return good, first

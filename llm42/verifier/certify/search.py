@@ -24,7 +24,7 @@ from llm42.models.weights import LoadedModel
 from llm42.sampling import StepSampler
 from llm42.verifier.certify.certificate import Certificate, CertificationFailed, OperatorReport, Progress
 from llm42.verifier.certify.plants import Plant
-from llm42.verifier.certify.rows import OperatorCase, Tally, Violation, check_rows
+from llm42.verifier.certify.rows import OperatorCase, Tally, Violation, check_rows, check_sizes
 from llm42.verifier.certify.steps import check_sampling
 from llm42.verifier.known_answers import KNOWN_ROWS, NO_ANSWERS, KnownAnswers, golden_answers_now
 from llm42.verifier.runner import Runner
@@ -114,20 +114,31 @@ class Certifier(ABC):
     def _choose(self, operator: str) -> str:
         """The first provider that passes at every step size; else, where sizes may be dropped, the first that
         passes at the reference size."""
-        violations, partial = list[str](), list[tuple[str, list[int]]]()
+        violations = list[str]()
         for provider in self.providers[operator]:
             self.progress(f"{operator} ({provider})")
-            good, violation = self._check(operator, provider, self.sizes, self.drops_sizes)
-            self._report(operator, provider, violation, good if self.drops_sizes else None)
+            violation = self._refusal(operator, provider)
+            self._report(operator, provider, violation, None if violation is None else ())
             if violation is None:
                 return self._use(operator, provider)
             violations.append(f"{provider}: {violation}")
-            if good and self.drops_sizes:
-                partial.append((provider, good))
-        if not partial:
-            raise CertificationFailed(operator, violations)
-        provider, self.sizes = partial[0]
-        return self._use(operator, provider)
+        for provider in self.providers[operator] if self.drops_sizes else ():
+            self.progress(f"{operator} ({provider}), size by size")
+            good, violation = self._check(operator, provider, self.sizes)
+            if good:
+                self._report(operator, provider, violation, good)
+                self.sizes = good
+                return self._use(operator, provider)
+        raise CertificationFailed(operator, violations)
+
+    def _refusal(self, operator: str, provider: str) -> Violation | None:
+        """Why it does not pass at every size. A library's product may differ only at the smallest one, which
+        a full check would come to last."""
+        if self.drops_sizes:
+            for case in self.cases(operator, provider):
+                if violation := check_sizes(case, self.sizes, self.tally):
+                    return violation
+        return self._check(operator, provider, self.sizes, to_the_end=False)[1]
 
     def _use(self, operator: str, provider: str) -> str:
         """Chooses it, and drops the other configured sizes at which it has not the reference's bits."""
@@ -164,7 +175,7 @@ class Certifier(ABC):
     def _report(
         self, operator: str, provider: str, violation: Violation | None, sizes: Sequence[int] | None = None
     ) -> None:
-        """sizes: those at which it passed; None: all that are looked at."""
+        """sizes: those at which it passed, () where they were not looked for; None: all that are looked at."""
         if sizes is None:
             sizes = sorted({*self.sizes, *self.extra})
         text = str(violation) if violation else None
