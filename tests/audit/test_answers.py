@@ -186,6 +186,7 @@ def with_one_byte(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"receipt": record["receipt"] | {"hmac": mac[:-1] + ("0" if mac[-1] != "0" else "1")}}
 
 
+@pytest.mark.slow
 async def test_one_token_one_bit_and_one_byte_in_500_answers_are_found(lab: Lab, stored: Stored) -> None:
     """Each in an answer of its own; nothing else is reported."""
     records, wrong = changed(stored, 119, 5)

@@ -17,6 +17,7 @@ from llm42_kernels.attention_plan import AttentionShape
 from llm42_kernels.cuda import candidates, cuda_operators
 from tests.interpreter.cases_attention import Sequences
 from tests.interpreter.cases_model import DIM, HEADS, KV_HEADS, VOCAB, Harness, _model, _rows
+from tests.support import sweep
 
 EPS = 1e-5
 
@@ -100,7 +101,7 @@ def test_attention_has_the_order_it_describes(dim: int, length: int) -> None:
     assert np.array_equal(got[0, 1].numpy(), want)
 
 
-@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("page", sweep([16, 64, 128], quick=[64]))
 def test_attention_against_float64_and_in_pieces(page: int) -> None:
     shape = flash_shape(6, 2, 64, page)
     s = Sequences(shape, [430, 90])
@@ -126,6 +127,7 @@ def test_an_unknown_head_size_is_refused() -> None:
         flash_shape(4, 2, 96, 64)
 
 
+@pytest.mark.slow
 def test_the_decoder_with_affinity() -> None:
     names = candidates("vllm")
     ops = cuda_operators({"linear": "triton", "lm_head": "triton"} | {

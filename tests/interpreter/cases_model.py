@@ -29,6 +29,7 @@ from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.cuda import cuda_operators
 from llm42_kernels.operators import Operators
 from llm42_kernels.sampling import row_stats
+from tests.support import sweep
 
 BLOCK, HEADS, KV_HEADS, DIM, HIDDEN, VOCAB = 16, 4, 2, 64, 128, 301
 TRITON = {"linear": "triton", "lm_head": "triton"}
@@ -125,7 +126,7 @@ def _rows(tokens: list[int], start: int, count: int, table: list[int], first_log
     return SequenceRows(tokens, start, count, table, first_logit, 1, SamplingParams())
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("qk_norm", sweep([False, True], quick=[True]))
 def test_hidden_states_are_close_to_the_cpu_runner(qk_norm: bool) -> None:
     model = _model(torch.float16, qk_norm)
     wide = _widened(model)
@@ -222,7 +223,7 @@ def _proposed(logits: torch.Tensor, rows: list[int], together: bool) -> list[int
     return logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("count", [5, 70])
+@pytest.mark.parametrize("count", sweep([5, 70], quick=[5]))
 def test_the_fast_path_draws_its_rows_together_as_one_by_one(count: int) -> None:
     logits = (torch.randn(count + 3, VOCAB) * 3).round(decimals=1).to(torch.bfloat16)
     rows = torch.randperm(count + 3)[:count].tolist()

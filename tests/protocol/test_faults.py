@@ -231,6 +231,7 @@ lab.close()
 """
 
 
+@pytest.mark.slow
 def test_two_launches_give_equal_bits(tmp_path: Path) -> None:
     outputs = []
     for seed in ("1", "2"):

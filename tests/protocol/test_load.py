@@ -105,7 +105,7 @@ def draw_request(rng: random.Random, index: int) -> Request:
 
 
 @all_ways
-@pytest.mark.parametrize("seed", sweep(range(6), quick=(0, 3)))
+@pytest.mark.parametrize("seed", sweep(range(6), quick=(3,)))
 def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random windows, credit, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a
     third of the clients leave early."""

@@ -18,12 +18,13 @@ from tests.support import (
     collect,
     differences,
     request_of,
+    sweep,
     wait_until,
 )
 
 
 @all_ways
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("deterministic", sweep([True, False], quick=[True]))
 def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool) -> None:
     engine, verifier = lab.engine(), lab.verifier().start()
     generator = lab.generator(engine, verifier)

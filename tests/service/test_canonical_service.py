@@ -23,7 +23,7 @@ from tests.service.test_service import verifier_name
 from tests.service.traffic import SAMPLINGS, ask, noise, oracle
 from tests.support import Lab, canonical, prompt_of
 
-pytestmark = [pytest.mark.service, on_the_tiny_model_only]
+pytestmark = [pytest.mark.service, pytest.mark.slow, on_the_tiny_model_only]
 TOKENS = 48
 
 

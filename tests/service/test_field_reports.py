@@ -91,6 +91,7 @@ async def test_r2_sequential_and_concurrent_are_one_answer(
     assert len(set(found)) == 1
 
 
+@on_the_tiny_model_only
 async def test_r4_the_batch_size_does_not_matter(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -106,6 +107,7 @@ async def test_r4_the_batch_size_does_not_matter(
     await beside
 
 
+@on_the_tiny_model_only
 async def test_r11_a_list_of_equal_prompts(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -144,6 +146,7 @@ async def test_r14_first_and_later_calls_agree_and_the_cache_is_used(
     assert min(seen[1:]) >= 48, "the cache was not used"
 
 
+@on_the_tiny_model_only
 async def test_r15_the_order_of_prompts_with_a_shared_prefix(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -155,6 +158,7 @@ async def test_r15_the_order_of_prompts_with_a_shared_prefix(
     assert forward == backward[::-1]
 
 
+@on_the_tiny_model_only
 async def test_r22_long_prompts_at_several_concurrencies(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -223,6 +227,7 @@ async def test_r26_seeds_work_on_both_routes(
     assert len(set(first)) >= seeds - 1
 
 
+@on_the_tiny_model_only
 async def test_r27_a_seed_beside_unseeded_neighbours(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer
 ) -> None:
@@ -243,6 +248,7 @@ async def test_r28_unflagged_unseeded_calls_differ(aclient: openai.AsyncOpenAI, 
     assert len({r.choices[0].text for r in await asyncio.gather(*calls)}) >= 10
 
 
+@on_the_tiny_model_only
 async def test_r29_the_seed_that_was_chosen_comes_back_and_replays(
     aclient: openai.AsyncOpenAI, model: str, settings: Settings, tokenizer: Tokenizer
 ) -> None:
@@ -271,14 +277,15 @@ async def test_r29_the_seed_that_was_chosen_comes_back_and_replays(
     ],
     ids=lambda f: next(iter(f)),
 )  # fmt: skip
+@on_the_tiny_model_only
 async def test_r33_every_sampling_field_is_repeatable(
     aclient: openai.AsyncOpenAI, model: str, tokenizer: Tokenizer, fields: dict[str, Any]
 ) -> None:
     """With a seed under noise; and the field is not ignored, or its answer would be the plain one's."""
     prompt = prompt_of(tokenizer, "List of things:")
     plain: dict[str, Any] = {"temperature": 1.0, "seed": 5}
-    tokens = 48 if model == "tiny" else 16
-    if "penalty" in next(iter(fields)) and model == "tiny":  # which repeats little by itself
+    tokens = 48
+    if "penalty" in next(iter(fields)):  # the tiny model repeats little by itself
         plain["logit_bias"] = {"28": 8}
     found = await many(aclient, model, [prompt] * 3, tokens, **plain, **fields)
     assert len(set(found)) == 1

@@ -371,6 +371,7 @@ class AcceptsEverything:
 
 
 @on_the_tiny_model_only
+@pytest.mark.slow
 async def test_without_a_real_verifier_the_checks_above_fail(
     service: Service, settings: Settings, prompt: list[int]
 ) -> None:

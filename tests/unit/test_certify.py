@@ -324,8 +324,13 @@ def _breaks_rows(wanted: Callable[[Tensor], bool], run: Callable[..., Any]) -> C
     ("operator", "case", "wanted"),
     [
         ("rms_norm", "heads of k", lambda x, c: x.dim() == 3 and x.shape[1] == c.num_kv_heads),
-        ("rms_norm", "heads of q", lambda x, c: x.dim() == 3 and x.shape[1] == c.num_heads),
-        ("rotary", "views of the product", lambda x, c: not x.is_contiguous()),
+        pytest.param(
+            *("rms_norm", "heads of q", lambda x, c: x.dim() == 3 and x.shape[1] == c.num_heads),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("rotary", "views of the product", lambda x, c: not x.is_contiguous()), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_every_form_in_which_the_decoder_calls_an_operator_is_checked(

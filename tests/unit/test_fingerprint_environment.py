@@ -82,6 +82,7 @@ def _other_openmp(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_processes(tmp_path: Path) -> None:
     model = str(write_model(tmp_path / "tiny"))
     bundled = list((Path(torch.__file__).parent / "lib").glob("libgomp.so*"))

@@ -110,6 +110,7 @@ def test_weights_equal_those_that_transformers_reads(exact: LoadedModel, referen
     assert exact.weights.lm_head is exact.weights.embed
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close(exact: LoadedModel, path: Path) -> None:
     """The served default. Bounds twice what was measured on an AVX2 CPU."""
     rounded = load_model(path, "bfloat16", "cpu", 512)

@@ -18,6 +18,7 @@ from scipy import stats
 from llm42 import noise
 from llm42.protocol import SamplingParams
 from llm42.sampling import draw
+from tests.support import sweep
 from tests.unit import sampling_oracle as oracle
 
 Generator = Callable[[Sequence[int], Sequence[int], int], NDArray[np.int64]]
@@ -252,25 +253,34 @@ def _slow_drift(seeds: Sequence[int], positions: Sequence[int], vocab: int) -> N
 
 @pytest.mark.parametrize(
     ("check", "wrong"),
-    [
-        (uniformity, _sticky_bit),
-        (uniformity, _squeezed),
-        (uniformity, _favoured_lane),
-        (independence, _seed_ignored),
-        (independence, _position_ignored),
-        (independence, _four_equal),
-        (independence, _seed_plus_position),
-        (independence, _position_plus_id),
-        (independence, _slow_drift),
-        (independence, _few_rounds),
-        (runs, _seed_ignored),
-        (runs, _position_ignored),
-        (runs, _four_equal),
-        (runs, _slow_drift),
-        (gumbel_max, _favoured_lane),
-        (gumbel_max, _squeezed),
-        (gumbel_max, _four_equal),
-    ],
+    sweep(
+        [
+            (uniformity, _sticky_bit),
+            (uniformity, _squeezed),
+            (uniformity, _favoured_lane),
+            (independence, _seed_ignored),
+            (independence, _position_ignored),
+            (independence, _four_equal),
+            (independence, _seed_plus_position),
+            (independence, _position_plus_id),
+            (independence, _slow_drift),
+            (independence, _few_rounds),
+            (runs, _seed_ignored),
+            (runs, _position_ignored),
+            (runs, _four_equal),
+            (runs, _slow_drift),
+            (gumbel_max, _favoured_lane),
+            (gumbel_max, _squeezed),
+            (gumbel_max, _four_equal),
+        ],
+        quick=[
+            (uniformity, _squeezed),
+            (independence, _seed_plus_position),
+            (independence, _few_rounds),
+            (runs, _four_equal),
+            (gumbel_max, _favoured_lane),
+        ],
+    ),
 )
 def test_control_wrong_generators(check: Callable[[Generator], float], wrong: Generator) -> None:
     assert check(wrong) < REFUSE
@@ -299,7 +309,7 @@ def _frequencies(seeds: Sequence[int], positions: Sequence[int], temperature: fl
     return counts
 
 
-@pytest.mark.parametrize("axis", ["positions", "seeds"])
+@pytest.mark.parametrize("axis", sweep(["positions", "seeds"], quick=["positions"]))
 def test_drawn_frequencies_follow_softmax(axis: str) -> None:
     """Whole draws, along the positions of one seed and over seeds at one position, at temperature 1.5."""
     many, one = range(1, 8001), [77]

@@ -16,6 +16,7 @@ from torch import Tensor
 import llm42.sampling as sampling
 from llm42.noise import gumbel_row
 from llm42.sampling import Draw, Sampled, sample_row, sample_step
+from tests.support import sweep
 from tests.unit import sampling_oracle as oracle
 from tests.unit.sampling_cases import SEEDS, Case, ours, random_case, random_cases, random_logits, to_protocol
 from tests.unit.sampling_oracle import Params
@@ -40,7 +41,10 @@ def disagreements(cases: Iterable[Case], sampler: Callable[[Case], Sampled] = ou
     return wrong
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(4, 3000), (7, 3000), (130, 1500), (49152, 60)])
+@pytest.mark.parametrize(
+    ("vocab", "count"),
+    sweep([(4, 3000), (7, 3000), (130, 1500), (49152, 60)], quick=[(7, 3000), (49152, 60)]),
+)
 def test_tokens_equal_the_oracle(vocab: int, count: int) -> None:
     assert disagreements(random_cases(vocab, count, vocab)) == []
 

@@ -92,6 +92,7 @@ def test_other_lists_same_fingerprint_same_bits(
     assert all(answers(v) == want for v in found[1:])
 
 
+@pytest.mark.slow
 def test_a_size_with_other_bits_is_not_used(
     base: Settings,
     loaded: tuple[LoadedModel, Tokenizer],
@@ -124,6 +125,7 @@ def test_the_control_a_size_with_other_bits_would_show(
         build_verifier(settings, *loaded, replace(right, buckets=(8, 20, 64)))
 
 
+@pytest.mark.slow
 def test_the_list_does_not_choose_the_provider(
     base: Settings, loaded: tuple[LoadedModel, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +212,7 @@ def plant_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(linear_cpu.CPU_PROVIDERS, "mkl", product)
 
 
-@pytest.mark.parametrize("damage", ["digest", "tokens", "missing"])
+@pytest.mark.parametrize("damage", sweep(["digest", "tokens", "missing"], quick=["digest"]))
 def test_a_damaged_certificate_is_made_anew(
     kept: Settings, loaded: tuple[LoadedModel, Tokenizer], damage: str
 ) -> None:
@@ -229,12 +231,15 @@ def test_a_damaged_certificate_is_made_anew(
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"providers": {"linear": "gone"}},
-        {"providers": {"attention": 5}},
-        {"buckets": ["8"]},
-        {"providers": []},
-    ],
+    sweep(
+        [
+            {"providers": {"linear": "gone"}},
+            {"providers": {"attention": 5}},
+            {"buckets": ["8"]},
+            {"providers": []},
+        ],
+        quick=[{"providers": {"linear": "gone"}}],
+    ),
     ids=str,
 )
 def test_a_certificate_that_cannot_be_run_is_made_anew(

@@ -66,8 +66,8 @@ def _same_rows(got: Rows, rows: Sequence[int], want: Rows, probes: Sequence[int]
 
 
 def check_sizes(case: OperatorCase, sizes: Sequence[int], tally: Tally) -> Violation | None:
-    """Check (c) alone, in one arrangement: about a thirtieth of `check_rows`, for refusing early what it would
-    refuse. It lets nothing pass."""
+    """Check (c) alone, in one arrangement: about a thirtieth of `check_rows`, to refuse early what it would
+    refuse. Nothing passes by it."""
     probes = case.make(PROBES, torch.Generator(device="cpu").manual_seed(0))
     want: Rows | None = None
     for rows in reversed(sizes):
@@ -80,9 +80,7 @@ def check_sizes(case: OperatorCase, sizes: Sequence[int], tally: Tally) -> Viola
 
 
 def _differ(case: OperatorCase, rows: int, reference: int) -> Violation:
-    return Violation(
-        case.operator, "step size", f"{case.shape}: steps of {rows} and {reference} rows differ"
-    )
+    return Violation(case.operator, "step size", f"{case.shape}: steps of {rows} and {reference} rows differ")
 
 
 def check_bucket(case: OperatorCase, bucket: int, tally: Tally) -> Rows | Violation:

@@ -175,7 +175,7 @@ class Certifier(ABC):
     def _report(
         self, operator: str, provider: str, violation: Violation | None, sizes: Sequence[int] | None = None
     ) -> None:
-        """sizes: those at which it passed, () where they were not looked for; None: all that are looked at."""
+        """sizes: those at which it passed, () where nobody looked for them; None: all that are looked at."""
         if sizes is None:
             sizes = sorted({*self.sizes, *self.extra})
         text = str(violation) if violation else None
