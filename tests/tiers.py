@@ -5,10 +5,11 @@
     python -m tests.tiers vllm [pytest's options]    those, where vLLM is installed
     python -m tests.tiers told all vllm              fails where more was left out than tests/skips.txt names
 
-What needs the Ray cluster waits half of its time, and much else a part of it, so there are more processes
-than cores. Triton's interpreter is chosen when Triton is imported, so its cases have a process of their own.
-The output of each process goes to a file in build/tests; its end is shown when all are done, all of it when
-something failed.
+What needs a Ray cluster waits half of its time, and much else a part of it, so there are more processes than
+cores, but not all at once: what waits for an answer on a busy machine takes for dead what is only slow.
+Triton's interpreter is chosen when Triton is imported, so its cases have a process of their own. The output
+of each process goes to a file in build/tests; its end is shown when all are done, all of it when something
+failed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "tests"
 SKIPS = ROOT / "tests" / "skips.txt"
+AT_ONCE = 4
+"""Processes side by side, on two cores."""
 NOTHING_TO_RUN = 5
 """pytest's exit status when no test was selected."""
 HOW = {
@@ -82,7 +85,7 @@ def parts_of(tier: str) -> list[Part]:
     if tier == "vllm":
         return [VLLM]
     if tier == "all":
-        return [CLUSTER, CHAOS, PROTOCOL, UNIT, REST, STARTS, INTERPRETER]
+        return [CLUSTER, CHAOS, UNIT, PROTOCOL, STARTS, INTERPRETER, REST]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"
     marked = CLUSTER, PROTOCOL, UNIT, REST, STARTS
     quick = [replace(part, marks=f"{part.marks} and not slow") for part in marked]
@@ -143,11 +146,13 @@ def run(tier: str, options: list[str]) -> int:
     (BUILD / f"{tier}.json").unlink(missing_ok=True)
     if tier != "quick":  # tests/support/smollm2.py: it is kept under its inputs; CI makes one anew
         shutil.rmtree(BUILD / "certificates", ignore_errors=True)
-    running = [Running(tier, part, options) for part in parts_of(tier)]
-    for one in running:
-        print(f"{tier}: {one.part.name} is running: {one.log.relative_to(ROOT)}", flush=True)
+    running, left = list[Running](), parts_of(tier)
     try:
-        while sum(one.done() for one in running) < len(running):
+        while (busy := sum(not one.done() for one in running)) or left:
+            for part in left[: AT_ONCE - busy]:
+                running.append(Running(tier, part, options))
+                print(f"{tier}: {part.name} is running: {running[-1].log.relative_to(ROOT)}", flush=True)
+            left = left[AT_ONCE - busy :]
             time.sleep(0.2)
     except KeyboardInterrupt:  # the terminal has told the children too: a cluster needs time to end
         for one in running:

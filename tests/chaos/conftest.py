@@ -43,6 +43,11 @@ def in_mode(tree: dict[str, Any], mode: str) -> dict[str, Any]:
     return tree | {"session": tree["session"] | {"mode": mode, "credit": 16}}
 
 
+def with_server(tree: dict[str, Any], **server: Any) -> dict[str, Any]:
+    """The settings with other numbers of processes."""
+    return tree | {"server": tree["server"] | server}
+
+
 @asynccontextmanager
 async def application(service: Service, name: str, tree: dict[str, Any]) -> AsyncIterator[App]:
     """An application under a route of its own, ready for deterministic requests; deleted afterwards."""

@@ -18,7 +18,7 @@ from tests.chaos.support import App, Outcome, best_effort, deterministic, kill
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
-STREAMS, NOISE, AT_ONCE = 40, 10, 20
+STREAMS, NOISE, AT_ONCE = 24, 6, 12
 FASTPATH, INGRESS = "ray::ServeReplica:{name}:FastPath", "ray::ServeReplica:{name}:Ingress"
 
 

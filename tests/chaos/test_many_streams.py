@@ -10,7 +10,7 @@ import pytest
 
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import get_actor
-from tests.chaos.conftest import application, in_mode
+from tests.chaos.conftest import application, in_mode, with_server
 from tests.chaos.support import deterministic, kill
 from tests.support import Lab
 
@@ -22,7 +22,8 @@ def tree_of_many(tree: dict[str, Any]) -> dict[str, Any]:
     """Room for all of them at once, in either verifier."""
     many = in_mode(tree, "direct")
     engine, verifier = tree["engine"] | {"max_batch": STREAMS}, tree["verifier"] | {"kv_tokens": 65536}
-    return many | {"engine": engine, "verifier": verifier}
+    many = many | {"engine": engine, "verifier": verifier}
+    return with_server(many, fastpath_replicas=1, ingress_replicas=1)
 
 
 async def test_one_of_two_verifiers_dies_under_256_streams(

@@ -22,7 +22,7 @@ from llm42.verifier.scheduler import Verifier
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.actor import VerifierActor
 from llm42_serve.verifiers.names import NAMESPACE, get_actor, supervisor_name, verifier_names
-from tests.chaos.conftest import application, in_mode
+from tests.chaos.conftest import application, in_mode, with_server
 from tests.chaos.support import App, Outcome, best_effort, deterministic
 from tests.support import Lab
 
@@ -31,10 +31,6 @@ pytestmark = [pytest.mark.service, pytest.mark.slow]
 
 LOAD_S = 15.0
 """How long the service is overloaded."""
-
-
-def with_server(tree: dict[str, Any], **server: Any) -> dict[str, Any]:
-    return tree | {"server": tree["server"] | server}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

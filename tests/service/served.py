@@ -11,6 +11,13 @@ on_the_tiny_model_only = pytest.mark.parametrize("service", ["tiny"], indirect=T
 """For a test of what no model has a part in."""
 
 
+def of_one_replica(settings: Settings) -> Settings:
+    """For an application beside the first one: each process of it takes seconds to start."""
+    return settings.model_copy(
+        update={"server": settings.server.model_copy(update={"fastpath_replicas": 1, "ingress_replicas": 1})}
+    )
+
+
 class Application(Service):
     """A model under a route of its own, ready for deterministic requests; deleted at the end."""
 

@@ -18,7 +18,7 @@ from llm42.config import Settings
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import NAMESPACE
 from tests.service.conftest import WAIT_S, client_of
-from tests.service.served import Application, on_the_tiny_model_only
+from tests.service.served import Application, of_one_replica, on_the_tiny_model_only
 from tests.service.test_service import verifier_name
 from tests.service.traffic import SAMPLINGS, ask, noise, oracle
 from tests.support import Lab, canonical, prompt_of
@@ -27,10 +27,10 @@ pytestmark = [pytest.mark.service, pytest.mark.slow, on_the_tiny_model_only]
 TOKENS = 48
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone(service: Service, cluster_settings: Settings) -> Iterator[Service]:
     """The application."""
-    with Application(service, "canonical", canonical(cluster_settings, credit=8)) as running:
+    with Application(service, "canonical", canonical(of_one_replica(cluster_settings), credit=8)) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ from llm42.config import Settings
 from llm42_serve.launch import Service
 from llm42_serve.verifiers.names import NAMESPACE
 from tests.service.conftest import WAIT_S, client_of
-from tests.service.served import Application, on_the_tiny_model_only
+from tests.service.served import Application, of_one_replica, on_the_tiny_model_only
 from tests.service.test_service import verifier_name
 from tests.service.traffic import SAMPLINGS, Answer, ask, noise, oracle
 from tests.support import Lab, prompt_of
@@ -27,11 +27,12 @@ pytestmark = [pytest.mark.service, pytest.mark.slow, on_the_tiny_model_only]
 TOKENS = 48
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def direct(service: Service, cluster_settings: Settings) -> Iterator[Service]:
     """The application."""
     session = cluster_settings.session.model_copy(update={"mode": "direct", "credit": 8})
-    with Application(service, "direct", cluster_settings.model_copy(update={"session": session})) as running:
+    settings = of_one_replica(cluster_settings).model_copy(update={"session": session})
+    with Application(service, "direct", settings) as running:
         yield running
 
 

@@ -75,6 +75,35 @@ def test_a_part_that_cannot_be_collected_or_runs_nothing_fails_the_tier(
     assert run(build, monkeypatch, SAMPLE, "") == tiers.NOTHING_TO_RUN
 
 
+BESIDE_THE_OTHER = """
+import pathlib, time
+
+def test_both_run():
+    pathlib.Path("{me}").touch()
+    end = time.monotonic() + 60
+    while not pathlib.Path("{other}").exists():
+        assert time.monotonic() < end, "it ran alone"
+        time.sleep(0.02)
+"""
+ALONE = """
+import os, time
+
+def test_alone():
+    os.mkdir("busy")
+    time.sleep(0.3)
+    os.rmdir("busy")
+"""
+
+
+def test_so_many_parts_run_side_by_side(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "AT_ONCE", 2)
+    pair = [BESIDE_THE_OTHER.format(me=me, other=other) for me, other in ("ab", "ba")]
+    assert run(build, monkeypatch, *pair) == 0
+    monkeypatch.setattr(tiers, "AT_ONCE", 1)
+    assert run(build, monkeypatch, ALONE, ALONE, ALONE) == 0
+    assert len(json.loads((build / "sample.json").read_text())["ran"]) == 3
+
+
 def told(build: Path, tier: str, **found: Any) -> None:
     (build / f"{tier}.json").write_text(json.dumps(found))
 
