@@ -66,7 +66,7 @@ class _RealModelLast:
 
 def _served(item: pytest.Item) -> object:
     call = getattr(item, "callspec", None)
-    return call.params.get("service") if call is not None else None
+    return call.params.get("served_name") if call is not None else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

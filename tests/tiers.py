@@ -77,13 +77,15 @@ INTERPRETER = Part(
     options=("-o", "python_files=cases_*.py"),
     env={"TRITON_INTERPRET": "1"},
 )
-VLLM = Part("vllm", ("tests/protocol",), "vllm")
+ADAPTER = "tests/protocol/test_vllm.py"
+VLLM = Part("vllm", ("tests/protocol", f"--ignore={ADAPTER}"), "vllm")
+VLLM_ADAPTER = Part("vllm-adapter", (ADAPTER,), "vllm")
 
 
 def parts_of(tier: str) -> list[Part]:
     """The processes of a tier."""
     if tier == "vllm":
-        return [VLLM]
+        return [VLLM, VLLM_ADAPTER]
     if tier == "all":
         return [CLUSTER, CHAOS, UNIT, PROTOCOL, STARTS, INTERPRETER, REST]
     assert tier == "quick", f"there are the tiers quick, all and vllm, not {tier!r}"

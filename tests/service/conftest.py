@@ -21,10 +21,17 @@ WAIT_S = 900.0
 
 
 @pytest.fixture(scope="session", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
-def service(request: pytest.FixtureRequest, service: Service) -> Iterator[Service]:
+def served_name(request: pytest.FixtureRequest) -> str:
+    """Which model. Not a parameter of `service`: pytest would give it to the cluster's fixture of that name
+    too, and start a cluster for each."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def service(request: pytest.FixtureRequest, service: Service, served_name: str) -> Iterator[Service]:
     """The service with the tiny model; among the slow tests, and where a test asks for it (served.py), one
     with SmolLM2."""
-    if request.param == "tiny":
+    if served_name == "tiny":
         yield service
         return
     lab: Lab = request.getfixturevalue("smollm2")

@@ -7,7 +7,7 @@ import pytest
 from llm42.config import Settings
 from llm42_serve.launch import Service
 
-on_the_tiny_model_only = pytest.mark.parametrize("service", ["tiny"], indirect=True, scope="session")
+on_the_tiny_model_only = pytest.mark.parametrize("served_name", ["tiny"], indirect=True, scope="session")
 """For a test of what no model has a part in."""
 
 

@@ -90,14 +90,14 @@ async def copies(
 
 
 @pytest.mark.parametrize(
-    ("service", "temperature"),
+    ("served_name", "temperature"),
     [
         ("tiny", 0.0),
         ("tiny", 1.0),
         pytest.param("smollm2", 0.0, marks=pytest.mark.slow),
         pytest.param("smollm2", 1.0, marks=pytest.mark.slow),
     ],
-    indirect=["service"],
+    indirect=["served_name"],
     scope="session",
 )
 async def test_sixteen_copies_under_noise_are_one_answer_the_oracles(
