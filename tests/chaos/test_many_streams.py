@@ -15,7 +15,7 @@ from tests.chaos.support import deterministic, kill
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
-STREAMS = 256
+STREAMS, TOKENS = 256, 48
 
 
 def tree_of_many(tree: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ async def test_one_of_two_verifiers_dies_under_256_streams(
 ) -> None:
     async with application(service, "many", tree_of_many(tree)) as app:
         await app.until(lambda h: h["verifiers_ready"] == 2, 240.0)
-        requests = [deterministic(i) for i in range(STREAMS)]
+        requests = [deterministic(i, TOKENS) for i in range(STREAMS)]
         begun = [asyncio.Event() for _ in requests]
         streams = [asyncio.create_task(app.stream(r, b)) for r, b in zip(requests, begun, strict=True)]
         async with asyncio.timeout(600):
