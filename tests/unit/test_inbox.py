@@ -13,7 +13,7 @@ from llm42.errors import LLM42Error
 from llm42.protocol import FinishReason
 from llm42.session.inbox import ANY, NONE, Inbox
 
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
 
 
 def output(
@@ -132,7 +132,7 @@ async def _race(inbox: Inbox, count: int, seed: int) -> bool:
     try:
         while len(got) < count:
             wanted = min(count, len(got) + rng.randrange(1, 9))
-            await asyncio.wait_for(inbox.wait(wanted), 1.0)
+            await asyncio.wait_for(inbox.wait(wanted), PATIENCE_S)
             outputs, _ = inbox.take()
             got += [t for each in outputs for t in each.tokens]
     except TimeoutError:
@@ -147,5 +147,16 @@ async def test_two_threads_lose_no_wakening() -> None:
         assert await _race(Inbox(), 3000, seed)
 
 
-async def test_control_without_the_second_look_one_is_lost() -> None:
-    assert not all([await _race(Forgetful(), 3000, seed) for seed in range(20)])
+async def _there_before(inbox: Inbox, seconds: float) -> None:
+    """What came while nobody wanted it is wanted now."""
+    inbox.sink(output(0, 5))
+    await asyncio.wait_for(inbox.wait(1), seconds)
+
+
+async def test_what_is_there_already_ends_the_wait() -> None:
+    await _there_before(Inbox(), PATIENCE_S)
+
+
+async def test_control_without_the_second_look_it_is_lost() -> None:
+    with pytest.raises(TimeoutError):
+        await _there_before(Forgetful(), 0.2)
