@@ -137,9 +137,9 @@ async def test_a_replica_may_join_only_once_a_verifier_is_ready_or_has_failed() 
     await asyncio.sleep(0.3)
     assert not waiting.done()
     pool.members[0].status = VerifierStatus("ready", "a")
-    assert await asyncio.wait_for(waiting, 2)
-    assert not await asyncio.wait_for(pool_of(("failed", None)).settled(), 2), "best-effort all the same"
-    assert not await asyncio.wait_for(pool_of().settled(), 2), "no verifier is wanted"
+    assert await asyncio.wait_for(waiting, 20)
+    assert not await asyncio.wait_for(pool_of(("failed", None)).settled(), 20), "best-effort all the same"
+    assert not await asyncio.wait_for(pool_of().settled(), 20), "no verifier is wanted"
 
 
 async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that_has_failed() -> None:
@@ -148,8 +148,8 @@ async def test_a_window_waits_for_a_verifier_that_is_coming_but_not_for_one_that
     await asyncio.sleep(0.05)
     assert not waiting.done()
     pool.members[0].status = VerifierStatus("ready", "a")
-    assert await asyncio.wait_for(waiting, 2) == [answer(window(1))]
+    assert await asyncio.wait_for(waiting, 20) == [answer(window(1))]
     began = time.monotonic()
     with pytest.raises(VerifierUnavailable, match="because"):
         await pool_of(("failed", None)).verify([window(1)])
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5

@@ -141,20 +141,20 @@ async def test_control_with_waits_that_end_early_they_do(monkeypatch: pytest.Mon
 
 async def test_a_client_that_leaves_in_a_pause_is_heard_at_once() -> None:
     engine = Metronome()
-    running = asyncio.create_task(run(replace(REQUEST, max_tokens=5000, stream=False), 5.0, engine))
+    running = asyncio.create_task(run(replace(REQUEST, max_tokens=5000, stream=False), 60.0, engine))
     await asyncio.sleep(0.1)
     running.cancel()
     began = time.monotonic()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 20.0
     assert engine.aborted.is_set()
 
 
 async def test_the_end_is_not_held_back() -> None:
     began = time.monotonic()
-    await run(replace(REQUEST, max_tokens=3, stream=False), 5.0)
-    assert time.monotonic() - began < 2.0
+    await run(replace(REQUEST, max_tokens=3, stream=False), 60.0)
+    assert time.monotonic() - began < 20.0
 
 
 async def test_an_error_comes_after_the_tokens_before_it() -> None:
