@@ -77,7 +77,7 @@ def test_every_kind_of_request_is_the_oracles(lab: Lab, alone: Local, determinis
     assert lab.wrong(answers, requests) == []
     ends = {r.request_id: a.finish for r, a in zip(requests, answers, strict=True)}
     assert ends["stop"] is ends["included"] is ends["id"] is FinishReason.STOP
-    assert not alone.verifier.stats().following
+    assert wait_until(lambda: not alone.verifier.stats().following)
     assert wait_until(lambda: alone.verifier.stats().kv_held_blocks == 0)
     check_pool(alone.verifier._pool)
 

@@ -73,7 +73,7 @@ def all_free(engine: Engine, verifier: Verifier) -> bool:
     return not any((*busy, stats.idle_sequences))
 
 
-async def freed(engine: Engine, verifier: Verifier, seconds: float = 1.0) -> bool:
+async def freed(engine: Engine, verifier: Verifier, seconds: float = 20.0) -> bool:
     """Whether nothing is held, within `seconds`."""
     end = time.monotonic() + seconds
     while not all_free(engine, verifier):

@@ -60,7 +60,7 @@ def vllm_settings(**more: Any) -> dict[str, Any]:
     return common | {"gpu_memory_utilization": 0.05, "extra_args": arguments} | more
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 1.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     """Polls; whether it came true in time."""
     end = time.monotonic() + seconds
     while not condition():
