@@ -70,7 +70,7 @@ class AnswersTheOldWindow(Wrapped):
         return [self.first]
 
 
-async def idle(lab_generator: Generator, verifier: Verifier, seconds: float = 1.0) -> bool:
+async def idle(lab_generator: Generator, verifier: Verifier, seconds: float = 20.0) -> bool:
     """Whether engine and verifier hold nothing, within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

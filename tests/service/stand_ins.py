@@ -103,7 +103,7 @@ async def started(cluster: Cluster, **server: int) -> Supervisor:
     return made
 
 
-async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     for _ in range(int(seconds * 100)):
         if condition():
             return
