@@ -16,11 +16,17 @@ from llm42.errors import FingerprintChanged, LLM42Error, Overloaded, VerifierUna
 from llm42.protocol import Delta, FinishReason, Request, SamplingParams
 from llm42.session.driver import Generator
 from llm42.session.outputs import EngineFailed
-from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
+from llm42_serve.ingress.failover import ADMISSION_TRIES, Attempt, Failover, ReplicaLost, as_loss
 from tests.support import PENALISED, SAMPLED, Answer, Lab, both_ways, differences, request_of
 
 SERVER = ServerSettings(failover_s=20.0)
+Script = Callable[[Request], AsyncGenerator[Delta, None]]
 KINDS = {"greedy": SamplingParams(), "sampled": SAMPLED, "penalised": PENALISED}
+
+
+def closing(script: Script) -> Attempt:
+    """Attempts that a script makes."""
+    return lambda request: aclosing(script(request))
 
 
 async def survive(
@@ -50,7 +56,7 @@ async def survive(
     tokens: list[int] = []
     logprobs: list[Any] = []
     text, finish, stats = "", None, None
-    async for delta in state.run(attempt):
+    async for delta in state.run(closing(attempt)):
         tokens += delta.token_ids
         logprobs += delta.logprobs
         text += delta.text
@@ -104,9 +110,8 @@ def test_an_engine_that_dies_is_a_loss_and_one_that_refuses_is_an_error(lab: Lab
             raise as_loss(error, engine_alive=not died) from error
 
     async def run_all() -> tuple[int, ...]:
-        return tuple(
-            [t for d in [d async for d in Failover(request, SERVER).run(attempt)] for t in d.token_ids]
-        )
+        found = [d async for d in Failover(request, SERVER).run(closing(attempt))]
+        return tuple(t for d in found for t in d.token_ids)
 
     if died:
         assert asyncio.run(run_all()) == lab.oracle(request).tokens
@@ -129,7 +134,7 @@ def outcome_of(fates: Sequence[LLM42Error | None], **settings: Any) -> tuple[lis
 
     async def run_all() -> None:
         server = SERVER.model_copy(update=settings)
-        async for _ in Failover(request_of("q", 1), server).run(attempt):
+        async for _ in Failover(request_of("q", 1), server).run(closing(attempt)):
             pass
 
     try:
@@ -192,11 +197,8 @@ def test_best_effort_ends_with_an_error_unless_it_may_go_on(lab: Lab) -> None:
     assert len(started.tokens) == 40, "before the first token it is simply sent again"
 
 
-Script = Callable[[Request], AsyncGenerator[Delta, None]]
-
-
 async def run(state: Failover, script: Script) -> list[Delta]:
-    return [delta async for delta in state.run(script)]
+    return [delta async for delta in state.run(closing(script))]
 
 
 def tokens(*ids: int, last: bool = False, fingerprint: str | None = "a") -> Delta:

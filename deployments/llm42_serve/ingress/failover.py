@@ -3,15 +3,16 @@
 A deterministic output is a function of the request, so the continuation is the one the lost replica would
 have given, bit for bit. A best-effort one is some continuation; it is resumed only where the configuration
 says so.
-Knows nothing of Ray: an attempt is a function from a request to its deltas.
+Knows nothing of Ray: an attempt is a function from a request to its deltas. Those of the replica are read
+here, and no generator stands between: each that a delta passes through costs more than what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from llm42.api.errors import ServiceUnavailable
@@ -42,7 +43,9 @@ def as_loss(error: LLM42Error, engine_alive: bool) -> LLM42Error:
     return error
 
 
-Attempt = Callable[[Request], AsyncGenerator[Delta, None]]
+Attempt = Callable[[Request], AbstractAsyncContextManager[AsyncIterator[Delta | LLM42Error]]]
+"""Asks a replica; an error may be the last item. Left with an error of ours or with none, the replica has
+ended the request by itself; else it is to be cancelled there."""
 
 
 @dataclass(slots=True)
@@ -65,12 +68,18 @@ class Failover:
         while True:
             self.attempts += 1
             try:
-                async with aclosing(attempt(self.current())) as deltas:
-                    async for delta in deltas:
-                        yield self._note(delta)
+                async with attempt(self.current()) as items:
+                    async for item in items:
+                        if isinstance(item, LLM42Error):
+                            raise item
+                        delta = self._note(item)
                         if delta.finish_reason is not None:
-                            return  # whatever happens to the replica now, the client has everything
-                raise ReplicaLost("The replica ended this request's stream too early.")
+                            break  # whatever happens to the replica now, the client has everything
+                        yield delta
+                    else:
+                        raise ReplicaLost("The replica ended this request's stream too early.")
+                yield delta
+                return
             except ReplicaLost as error:
                 self._lost(error)
             except (Overloaded, VerifierUnavailable) as error:

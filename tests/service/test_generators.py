@@ -1,0 +1,122 @@
+"""How many generators each piece of an answer passes through, from the exchange with the verifier to the bytes
+of the response: each resumes a frame per piece and stream, which was most of what a replica did with a token.
+
+The real ingress, replica, pool, exchange and verifier; only Ray between them is a stand-in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from llm42.config import Settings
+from llm42.protocol import Delta, Request
+from llm42_serve.ingress.ingress import RayBackend
+from tests.service.test_canonical_replica import BODY, Layout, layout_of
+from tests.support import Lab, canonical
+
+MOST = 7
+LEAST_EVENTS = 6
+
+
+@contextmanager
+def counted() -> Iterator[Counter[CodeType]]:
+    """How often each asynchronous generator or iterator has passed something on, meanwhile."""
+    passed: Counter[CodeType] = Counter()
+
+    def look(frame: FrameType, event: str, value: Any) -> None:
+        if event == "return" and type(value).__name__ == "async_generator_wrapped_value":
+            passed[frame.f_code] += 1
+        elif event == "return" and frame.f_code.co_name == "__anext__" and isinstance(value, Delta | tuple):
+            passed[frame.f_code] += 1
+
+    sys.setprofile(look)
+    try:
+        yield passed
+    finally:
+        sys.setprofile(None)
+
+
+async def through(world: Layout, **fields: Any) -> list[str]:
+    """The generators that passed each of a stream's events on."""
+    body = BODY | {"stream": True, "ignore_eos": True, "max_tokens": 60, "seed": 7} | fields
+    async with world.client() as http:
+        with counted() as passed:
+            reply = await http.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
+    events = sum(bool(json.loads(line)["choices"]) for line in lines)
+    assert events >= LEAST_EVENTS, "too few to tell those that are resumed for each from others"
+    choices = fields.get("n", 1)
+    return [code.co_qualname for code, times in passed.items() if times >= events / choices]
+
+
+def with_session(settings: Settings, **changes: Any) -> Settings:
+    return settings.model_copy(update={"session": settings.session.model_copy(update=changes)})
+
+
+def layouts(lab: Lab) -> dict[str, Settings]:
+    """In each of them an answer is sent in many pieces."""
+    alone = canonical(lab.settings, commit_interval_s=1e-4)
+    server = alone.server.model_copy(update={"stream_interval_s": 1e-3})
+    return {
+        "direct": with_session(lab.settings, mode="direct", commit_interval_s=1e-4),
+        "verify": with_session(lab.settings, max_window=7, start_window=7),
+        "canonical": alone.model_copy(update={"server": server}),
+    }
+
+
+REPLICA = {"Generator._verified", "FastPath.generate"}
+INGRESS = {"Failover.run", "Observed.run", "interleave", "events_of"}
+"""docs/structure.md names them, in their order."""
+SCORED = {"n": 2, "echo": True, "logprobs": 1}
+CASES: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("direct", {"deterministic": True}, set()),
+    ("direct", {"deterministic": True, **SCORED}, {"_Scored.other"}),
+    ("verify", {"deterministic": True}, set()),
+    ("canonical", {"deterministic": True}, set()),
+    ("canonical", {"deterministic": False}, {"coalesce"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "more"), CASES)
+async def test_few_generators(lab: Lab, kind: str, fields: dict[str, Any], more: set[str]) -> None:
+    found = await through(layout_of(lab, layouts(lab)[kind]), **fields)
+    assert set(found) == REPLICA | INGRESS | more
+    assert len(found) <= MOST
+
+
+async def test_control_those_that_are_put_in_are_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator and an iterator more in the ingress, which do nothing but pass on."""
+    plain = await through(layout_of(lab, layouts(lab)["direct"]), deterministic=True)
+    generate = RayBackend.generate
+
+    async def longer(self: RayBackend, request: Request) -> AsyncIterator[Delta]:
+        async for delta in Passing(generate(self, request)):
+            yield delta
+
+    monkeypatch.setattr(RayBackend, "generate", longer)
+    found = await through(layout_of(lab, layouts(lab)["direct"]), deterministic=True)
+    more = set(found) - set(plain)
+    assert {name.rpartition(".")[2] for name in more} == {"longer", "__anext__"}
+
+
+class Passing:
+    """An iterator that passes on."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __aiter__(self) -> Passing:
+        return self
+
+    async def __anext__(self) -> Delta:
+        found: Delta = await anext(self._source)
+        return found
