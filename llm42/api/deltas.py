@@ -138,8 +138,8 @@ async def interleave(
     """(index, delta) of several streams as they come; the first error ends all of them.
 
     held: entered before the first begins, left when all are closed; may refuse. heard: told of each delta,
-    and with None of each stream's end, before what comes of it. Both are here because each generator that a
-    delta passes through costs more than what it does."""
+    and with None of each stream's end, before what comes of it. Both are here instead of in generators of
+    their own, which would be resumed for every delta."""
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=len(sources))
 
     async def pump(index: int, source: Deltas) -> None:

@@ -1,5 +1,5 @@
-"""How many generators each piece of an answer passes through, from the exchange with the verifier to the bytes
-of the response: each resumes a frame per piece and stream, which was most of what a replica did with a token.
+"""How many generators each piece of an answer passes through, from the exchange with the verifier to the
+bytes of the response: each resumes a frame for every piece of every stream.
 
 The real ingress, replica, pool, exchange and verifier; only Ray between them is a stand-in.
 """
@@ -32,9 +32,8 @@ def counted() -> Iterator[Counter[CodeType]]:
     passed: Counter[CodeType] = Counter()
 
     def look(frame: FrameType, event: str, value: Any) -> None:
-        if event == "return" and type(value).__name__ == "async_generator_wrapped_value":
-            passed[frame.f_code] += 1
-        elif event == "return" and frame.f_code.co_name == "__anext__" and isinstance(value, Delta | tuple):
+        by_iterator = frame.f_code.co_name == "__anext__" and isinstance(value, Delta | tuple)
+        if event == "return" and (by_iterator or type(value).__name__ == "async_generator_wrapped_value"):
             passed[frame.f_code] += 1
 
     sys.setprofile(look)

@@ -3,8 +3,8 @@
 A deterministic output is a function of the request, so the continuation is the one the lost replica would
 have given, bit for bit. A best-effort one is some continuation; it is resumed only where the configuration
 says so.
-Knows nothing of Ray: an attempt is a function from a request to its deltas. Those of the replica are read
-here, and no generator stands between: each that a delta passes through costs more than what it does.
+Knows nothing of Ray: an attempt is a function from a request to its deltas. What the replica sends
+is read here: a generator in between would be resumed for every delta.
 """
 
 from __future__ import annotations
