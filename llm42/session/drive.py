@@ -54,7 +54,8 @@ class Drive(ABC):
     @abstractmethod
     async def advance(self) -> Delta | None:
         """Waits until something has come and takes it in: the delta that it makes, if any. To be called until
-        the session is done. No generator: each would be resumed for every delta on its way. Raises LLM42Error."""
+        the session is done. No generator: each would be resumed for every delta on its way. Raises
+        LLM42Error."""
 
     def close(self) -> None:
         """Frees the verifier's share; safe at any moment."""
