@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +222,33 @@ async def test_what_is_asked_of_the_next_replica(lab: Lab) -> None:
     assert [d.token_ids for d in found] == [(1, 2), (3,)]
     assert [(r.output, r.fingerprint) for r in asked] == [((), None), ((1, 2), "a"), ((1, 2), "a")]
     assert len({r.request_id for r in asked}) == 3
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "best effort"])
+@pytest.mark.parametrize("error", [ReplicaLost("gone"), Overloaded("full"), VerifierUnavailable("none")])
+async def test_an_attempt_that_fails_behind_its_end_loses_and_repeats_nothing(
+    error: LLM42Error, deterministic: bool
+) -> None:
+    """The last delta is read when the attempt is left, and is not given yet. Who goes on behind it would
+    leave it out."""
+    asked: list[Request] = []
+
+    @asynccontextmanager
+    async def attempt(request: Request) -> AsyncIterator[AsyncIterator[Delta]]:
+        asked.append(request)
+        yield rest(request)
+        if len(asked) == 1:
+            raise error
+
+    async def rest(request: Request) -> AsyncIterator[Delta]:
+        for token in range(len(request.output) + 1, 4):
+            yield tokens(token, last=token == 3)
+
+    request = replace(request_of("q", 1, max_tokens=3), deterministic=deterministic)
+    found = [delta async for delta in Failover(request, SERVER).run(attempt)]
+    assert [d.token_ids for d in found] == [(1,), (2,), (3,)]
+    assert [d.finish_reason for d in found] == [None, None, FinishReason.LENGTH]
+    assert len(asked) == 1, "everything was there"
 
 
 @pytest.mark.parametrize(

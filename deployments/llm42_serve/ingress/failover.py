@@ -67,23 +67,24 @@ class Failover:
         """The output as if nothing had happened; raises the last error when nobody can go on with it."""
         while True:
             self.attempts += 1
+            last: Delta | None = None
             try:
                 async with attempt(self.current()) as items:
                     async for item in items:
                         if isinstance(item, LLM42Error):
                             raise item
-                        delta = self._note(item)
-                        if delta.finish_reason is not None:
-                            break  # whatever happens to the replica now, the client has everything
-                        yield delta
+                        if item.finish_reason is not None:
+                            last = item
+                            break
+                        yield self._note(item)
                     else:
                         raise ReplicaLost("The replica ended this request's stream too early.")
-                yield delta
+            except LLM42Error as error:
+                if last is None:  # else, whatever happens to the replica now, everything is here
+                    self._failed(error)
+            if last is not None:
+                yield self._note(last)
                 return
-            except ReplicaLost as error:
-                self._lost(error)
-            except (Overloaded, VerifierUnavailable) as error:
-                self._refused(error)
             await asyncio.sleep(PAUSES_S[min(self.losses + self.refusals, len(PAUSES_S)) - 1])
 
     def current(self) -> Request:
@@ -98,6 +99,7 @@ class Failover:
         )
 
     def _note(self, delta: Delta) -> Delta:
+        """For what is given to the client at once, and for nothing else: the next attempt begins behind it."""
         self.sent += delta.token_ids
         self.fingerprint = delta.fingerprint or self.fingerprint
         self.lost_at, self.refusals = 0.0, 0
@@ -106,6 +108,15 @@ class Failover:
         # the last replica counted its own share only; the tokens are all of them
         stats = replace(delta.stats, failovers=self.losses, verified_tokens=len(self.sent))
         return replace(delta, stats=stats)
+
+    def _failed(self, error: LLM42Error) -> None:
+        """Raises the error unless there may be another attempt."""
+        if isinstance(error, ReplicaLost):
+            self._lost(error)
+        elif isinstance(error, Overloaded | VerifierUnavailable):
+            self._refused(error)
+        else:
+            raise error
 
     def _lost(self, error: Exception) -> None:
         """Raises the error unless the request may go on elsewhere."""
