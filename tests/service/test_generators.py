@@ -6,7 +6,6 @@ The real ingress, replica, pool, exchange and verifier; only Ray between them is
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+import httpx
 import pytest
 
 from llm42.config import Settings
@@ -23,7 +23,13 @@ from tests.service.test_canonical_replica import BODY, Layout, layout_of
 from tests.support import Lab, canonical
 
 MOST = 7
-LEAST_EVENTS = 6
+ASKED = {"stream": True, "ignore_eos": True, "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def each_piece_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a token without text waits for the next one's, and whether it has one depends on the token."""
+    monkeypatch.setattr("llm42.api.render.MAX_WAITING", 1)
 
 
 @contextmanager
@@ -44,17 +50,19 @@ def counted() -> Iterator[Counter[CodeType]]:
 
 
 async def through(world: Layout, **fields: Any) -> list[str]:
-    """The generators that passed each of a stream's events on."""
-    body = BODY | {"stream": True, "ignore_eos": True, "max_tokens": 60, "seed": 7} | fields
+    """The generators that pass each of an answer's pieces on: those that pass more on when it has many of
+    them than when it has one. How many there are depends on the machine; that there are many does not."""
     async with world.client() as http:
-        with counted() as passed:
-            reply = await http.post("/v1/completions", json=body)
+        one, many = [await passes(http, fields | {"max_tokens": tokens}) for tokens in (1, 60)]
+    return [code.co_qualname for code, times in many.items() if times > one[code]]
+
+
+async def passes(http: httpx.AsyncClient, fields: dict[str, Any]) -> Counter[CodeType]:
+    """Of one request."""
+    with counted() as passed:
+        reply = await http.post("/v1/completions", json=BODY | ASKED | fields)
     assert reply.status_code == 200, reply.text
-    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: {")]
-    events = sum(bool(json.loads(line)["choices"]) for line in lines)
-    assert events >= LEAST_EVENTS, "too few to tell those that are resumed for each from others"
-    choices = fields.get("n", 1)
-    return [code.co_qualname for code, times in passed.items() if times >= events / choices]
+    return passed
 
 
 def with_session(settings: Settings, **changes: Any) -> Settings:
@@ -62,11 +70,13 @@ def with_session(settings: Settings, **changes: Any) -> Settings:
 
 
 def layouts(lab: Lab) -> dict[str, Settings]:
-    """In each of them an answer is sent in many pieces."""
-    alone = canonical(lab.settings, commit_interval_s=1e-4)
+    """In each of them an answer comes in many pieces, however slow the machine is: none is longer than the
+    credit and one token, or than the window and one. What `coalesce` joins are two at least."""
+    quick = {"credit": 4, "commit_interval_s": 1e-4}
+    alone = canonical(lab.settings, **quick)
     server = alone.server.model_copy(update={"stream_interval_s": 1e-3})
     return {
-        "direct": with_session(lab.settings, mode="direct", commit_interval_s=1e-4),
+        "direct": with_session(lab.settings, mode="direct", **quick),
         "verify": with_session(lab.settings, max_window=7, start_window=7),
         "canonical": alone.model_copy(update={"server": server}),
     }
