@@ -99,7 +99,7 @@ class Failover:
         )
 
     def _note(self, delta: Delta) -> Delta:
-        """For what is given to the client at once, and for nothing else: the next attempt begins behind it."""
+        """For what is given to the client at once, and nothing else: the next attempt begins behind it."""
         self.sent += delta.token_ids
         self.fingerprint = delta.fingerprint or self.fingerprint
         self.lost_at, self.refusals = 0.0, 0
