@@ -21,7 +21,7 @@ from llm42.api import errors
 from llm42.api.asgi import BodyLimit, ClientGone, Cors, Front, RequestIds, until_disconnect
 from llm42.api.audit_routes import audit_routes
 from llm42.api.backend import Backend
-from llm42.api.deltas import interleave, streams_of
+from llm42.api.deltas import choices
 from llm42.api.docs_page import HEADERS, page
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from llm42.api.keys import KeyGate, KeyPolicy
@@ -153,9 +153,8 @@ class _Service:
                 policy.require_share(len(made.requests))
             trace = http.headers.get("traceparent", "")
             asked = [policy.salted(replace(r, trace=trace)) for r in made.requests]
-            pieces = interleave(streams_of(self._backend.generate, asked, len(made.prompts)))
-            if made.deterministic:
-                pieces = policy.hold(len(made.requests), pieces)
+            held = policy.held(len(made.requests)) if made.deterministic else None
+            pieces = choices(self._backend.generate, asked, len(made.prompts), held)
             renderer = Renderer(made, self._settings.model.name, self._tokenizer, self._keyring)
             if made.stream:
                 patience_s = self._settings.server.heartbeat_s

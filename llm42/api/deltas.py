@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import replace
 
 from llm42.protocol import Delta, Request, RequestStats
 
 Deltas = AsyncGenerator[Delta, None]
 Generate = Callable[[Request], Deltas]
+Pieces = AsyncGenerator[tuple[int, Delta], None]
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -69,43 +70,51 @@ async def coalesce(source: Deltas, interval_s: float) -> Deltas:
         await source.aclose()  # aborts the request behind it
 
 
-def streams_of(generate: Generate, requests: Sequence[Request], prompts: int) -> list[Deltas]:
-    """Of each choice its deltas. requests: of `prompts` prompts, as many choices of each, in order.
+def choices(
+    generate: Generate,
+    requests: Sequence[Request],
+    prompts: int,
+    held: AbstractContextManager[None] | None = None,
+) -> Pieces:
+    """(index, delta) of all choices, as they come. requests: of `prompts` prompts, as many choices of each,
+    in order. held: as `interleave` has it.
 
     Where the prompt's log-probabilities are asked for, a prompt's first choice computes them (as a long
     prefill, which leaves out every cache) and the others begin when they are there, which is when they would
     have them themselves. They find the prompt in the caches then.
     """
     streams: list[Deltas] = []
+    firsts: dict[int, _Scored] = {}
     each = len(requests) // prompts
     for begin in range(0, len(requests), each):
         first, *others = requests[begin : begin + each]
         if first.prompt_logprobs is None or not others:
             streams += map(generate, (first, *others))
             continue
-        scored = _Scored(generate, first)
-        streams += [scored.first(), *map(scored.other, others)]
-    return streams
+        firsts[begin] = scored = _Scored(generate)
+        streams += [generate(first), *map(scored.other, others)]
+
+    def heard(index: int, delta: Delta | None) -> None:
+        if (scored := firsts.get(index)) is not None:
+            scored.heard(delta)
+
+    return interleave(streams, held, heard)
 
 
 class _Scored:
     """The choices of one prompt."""
 
-    def __init__(self, generate: Generate, request: Request) -> None:
-        self._generate, self._request = generate, request
-        self._known = asyncio.Event()
+    def __init__(self, generate: Generate) -> None:
+        self._generate, self._known = generate, asyncio.Event()
         self._delta: Delta | None = None
         """The delta of the first choice that brought the prompt's log-probabilities."""
 
-    async def first(self) -> Deltas:
-        """The choice that scores the prompt."""
-        async with aclosing(self._generate(self._request)) as deltas:
-            async for delta in deltas:
-                if self._delta is None and delta.prompt_logprobs is not None:
-                    self._delta = delta
-                    self._known.set()
-                yield delta
-        self._known.set()
+    def heard(self, delta: Delta | None) -> None:
+        """From the choice that scores the prompt; None: it has ended."""
+        if self._delta is None and delta is not None and delta.prompt_logprobs is not None:
+            self._delta = delta
+        if self._delta is not None or delta is None:
+            self._known.set()
 
     async def other(self, request: Request) -> Deltas:
         """Another choice. When the first one fails, all of them are closed: this one waits for that."""
@@ -121,33 +130,44 @@ class _Scored:
                 known = None
 
 
-async def interleave(sources: Sequence[Deltas]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index, delta) of several streams as they come; the first error ends all of them."""
+async def interleave(
+    sources: Sequence[Deltas],
+    held: AbstractContextManager[None] | None = None,
+    heard: Callable[[int, Delta | None], None] = lambda *_: None,
+) -> Pieces:
+    """(index, delta) of several streams as they come; the first error ends all of them.
+
+    held: entered before the first begins, left when all are closed; may refuse. heard: told of each delta,
+    and with None of each stream's end, before what comes of it. Both are here instead of in generators of
+    their own, which would be resumed for every delta."""
     queue: asyncio.Queue[tuple[int, Delta | Exception | None]] = asyncio.Queue(maxsize=len(sources))
 
     async def pump(index: int, source: Deltas) -> None:
         try:
             async for delta in source:
+                heard(index, delta)
                 await queue.put((index, delta))
+            heard(index, None)
             await queue.put((index, None))
         except Exception as error:
             await queue.put((index, error))
 
-    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(sources)]
-    open_streams = len(sources)
-    try:
-        while open_streams:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                open_streams -= 1
-            else:
-                yield index, item
-    finally:
-        for task, source in zip(tasks, sources, strict=True):
-            await _end(task)
-            await source.aclose()  # aborts the request behind it
+    with held or nullcontext():
+        tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(sources)]
+        open_streams = len(sources)
+        try:
+            while open_streams:
+                index, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    open_streams -= 1
+                else:
+                    yield index, item
+        finally:
+            for task, source in zip(tasks, sources, strict=True):
+                await _end(task)
+                await source.aclose()  # aborts the request behind it
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
@@ -92,13 +91,6 @@ class KeyPolicy:
                 f" may have {self._most} at a time (deterministic_share).",
                 "n",
             )
-
-    async def hold(self, outputs: int, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """The pieces of a deterministic request, counted as `outputs` while it runs. Raises Overloaded."""
-        async with aclosing(pieces):
-            with self.held(outputs):
-                async for piece in pieces:
-                    yield piece
 
     @contextmanager
     def held(self, outputs: int) -> Iterator[None]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
@@ -31,6 +32,8 @@ class DirectDrive(Drive):
     def __init__(self, owner: Owner, request: Request, text: OutputText) -> None:
         super().__init__(owner, request, text)
         self.inbox: Inbox[_Answer] = Inbox()
+        self.answers: deque[_Answer] = deque()
+        """Taken out of the inbox and not looked at yet."""
         self.patience = Patience(self.settings)
         self.attempt = 0
         self.waits_since = 0.0
@@ -43,20 +46,25 @@ class DirectDrive(Drive):
         self._answered(accepted=-1)
         super().close()
 
-    async def run(self) -> AsyncGenerator[Delta, None]:
-        """Yields a delta whenever commits have come, until the output ends."""
-        while True:
-            if (window := self.session.due(time.monotonic())) is not None:
-                self._send(window)
-            for attempt, answer in await self._answers():
-                if isinstance(answer, Commit):
-                    delta = self._take(answer)
-                    if delta is not None:
-                        yield delta
-                    if self.session.done:
-                        return
-                elif attempt == self.attempt:
-                    await self._fail(answer)
+    def begin(self) -> None:
+        """The verifier decodes."""
+        self._send_due()
+
+    async def advance(self) -> Delta | None:
+        """A delta whenever commits have come."""
+        if not self.answers:
+            self._send_due()
+            self.answers.extend(await self._answers())
+        attempt, answer = self.answers.popleft()
+        if isinstance(answer, Commit):
+            return self._take(answer)
+        if attempt == self.attempt:
+            await self._fail(answer)
+        return None
+
+    def _send_due(self) -> None:
+        if (window := self.session.due(time.monotonic())) is not None:
+            self._send(window)
 
     def _send(self, window: Window) -> None:
         """Begins a try. What older ones still commit is welcome, what they fail at is not heard."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,8 +48,14 @@ class Drive(ABC):
         return self.owner.verifier
 
     @abstractmethod
-    def run(self) -> AsyncGenerator[Delta, None]:
-        """Yields deltas until the output ends. Raises LLM42Error."""
+    def begin(self) -> None:
+        """Asks for tokens."""
+
+    @abstractmethod
+    async def advance(self) -> Delta | None:
+        """Waits until something has come and takes it in: the delta that it makes, if any. To be called until
+        the session is done. No generator: each would be resumed for every delta on its way. Raises
+        LLM42Error."""
 
     def close(self) -> None:
         """Frees the verifier's share; safe at any moment."""

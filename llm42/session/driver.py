@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from llm42.config import Settings
@@ -67,24 +68,25 @@ class Generator:
         self._decoded_directly: set[str] = set()
         """Ids of requests in progress that no engine knows."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Streams the output; the last delta has finish_reason and stats. Raises LLM42Error."""
         verified = request.deterministic or not self.settings.engine.decodes
-        run = self._verified if verified else self._best_effort
+        return self._verified(request) if verified else self._best_effort(request)
+
+    @contextmanager
+    def _text(self, request: Request) -> Iterator[OutputText]:
+        """What its output becomes; while it lasts, the request counts as one in progress."""
         text = OutputText.of(self.tokenizer, request)
         text.push(request.output)  # the client has it: what follows is the same as if it had come from here
         read_along = request.stream and not request.deterministic
         self._streams += read_along
         try:
-            async with aclosing(run(request, text)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            yield text
         finally:
             self._streams -= read_along
 
-    async def _best_effort(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
-        inbox: Inbox[LLM42Error] = Inbox()
-        try:
+    async def _best_effort(self, request: Request) -> AsyncGenerator[Delta, None]:
+        with self._text(request) as text, self._engine_of(request) as inbox:
             if not request.max_tokens:  # the prompt alone is asked for; an engine makes one token at least
                 self.engine.submit(replace(request, max_tokens=1), inbox.sink, 1)
                 yield prompt_alone((await _outputs(inbox))[0])
@@ -102,6 +104,12 @@ class Generator:
                     require_no_error(failed)
                 if finish is None and (delay_s := self._text_delay_s(request)):
                     await inbox.wait(NONE, delay_s)
+
+    @contextmanager
+    def _engine_of(self, request: Request) -> Iterator[Inbox[LLM42Error]]:
+        """Where the engine's outputs come; afterwards it has the request no more."""
+        try:
+            yield Inbox()
         finally:
             self.engine.abort(request.request_id)
 
@@ -135,7 +143,18 @@ class Generator:
                 code="context_length_exceeded",
             )
 
-    async def _verified(self, request: Request, text: OutputText) -> AsyncGenerator[Delta, None]:
+    async def _verified(self, request: Request) -> AsyncGenerator[Delta, None]:
+        with self._text(request) as text, self._drive(request, text) as drive:
+            if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
+                yield await drive.score_prompt()
+            if request.max_tokens:
+                drive.begin()
+                while not drive.session.done:
+                    if (delta := await drive.advance()) is not None:
+                        yield delta
+
+    @contextmanager
+    def _drive(self, request: Request, text: OutputText) -> Iterator[Drive]:
         if self.verifier is None:
             raise VerifierUnavailable("this replica has no verifier")
         self._require_kv(request, self.verifier)
@@ -146,15 +165,13 @@ class Generator:
             self._decoded_directly.add(request.request_id)
         drive: Drive = (DirectDrive if direct else _Drive)(self, request, text)
         try:
-            if not request.output and (request.prompt_logprobs is not None or not request.max_tokens):
-                yield await drive.score_prompt()
-            if request.max_tokens:
-                async with aclosing(drive.run()) as deltas:
-                    async for delta in deltas:
-                        yield delta
+            yield drive
         finally:
             self._decoded_directly.discard(request.request_id)
             drive.close()
+
+
+_Event = EngineOutput | Commit | LLM42Error
 
 
 class _Drive(Drive):
@@ -165,6 +182,8 @@ class _Drive(Drive):
     def __init__(self, owner: Generator, request: Request, text: OutputText) -> None:
         super().__init__(owner, request, text)
         self.inbox: Inbox[Commit | LLM42Error] = Inbox(request.stop_token_ids)
+        self.events: deque[_Event] = deque()
+        """Taken out of the inbox and not looked at yet."""
         self.verifying: asyncio.Task[None] | None = None
         self.cached_tokens: int | None = None
         """What the engine had in its cache, until a delta has reported it."""
@@ -176,26 +195,31 @@ class _Drive(Drive):
             self.verifying.cancel()
         super().close()
 
-    async def run(self) -> AsyncGenerator[Delta, None]:
-        """Yields one delta per commit until the output ends."""
+    def begin(self) -> None:
+        """The engine decodes."""
         self.owner.engine.submit(self.request, self.inbox.sink, self.session.limit)
-        now = time.monotonic()
-        while True:
-            for event in await self._events(now):
-                for action in self._handle(event):
-                    delta = self._act(action, event)
-                    if delta is not None:
-                        yield delta
-                    if self.session.done:
-                        return
-                if isinstance(event, Commit):
-                    self.count_progress()
-            now = time.monotonic()  # the same for `due` and `deadline`: else one could pass between them
-            window = self.session.due(now)
-            if window is not None:
-                self.verifying = asyncio.create_task(self._verify(window))
 
-    async def _events(self, now: float) -> list[EngineOutput | Commit | LLM42Error]:
+    async def advance(self) -> Delta | None:
+        """A delta for each commit."""
+        if not self.events:
+            now = time.monotonic()  # the same for `due` and `deadline`: else one could pass between them
+            if (window := self.session.due(now)) is not None:
+                self.verifying = asyncio.create_task(self._verify(window))
+            self.events.extend(await self._events(now))
+        return self._take(self.events.popleft()) if self.events else None
+
+    def _take(self, event: _Event) -> Delta | None:
+        """What the client gets of an event."""
+        delta = None
+        for action in self._handle(event):
+            delta = self._act(action, event) or delta
+            if self.session.done:
+                return delta
+        if isinstance(event, Commit):
+            self.count_progress()
+        return delta
+
+    async def _events(self, now: float) -> list[_Event]:
         """Waits until something can be done; takes everything that is there, candidates before answers.
         now: when `due` was asked last."""
         deadline = self.session.deadline(now)
@@ -203,7 +227,7 @@ class _Drive(Drive):
         outputs, answers = self.inbox.take()
         return [*outputs, *answers]
 
-    def _handle(self, event: EngineOutput | Commit | LLM42Error) -> list[Action]:
+    def _handle(self, event: _Event) -> list[Action]:
         if isinstance(event, LLM42Error):
             raise event
         if isinstance(event, Commit):
@@ -213,7 +237,7 @@ class _Drive(Drive):
             self.cached_tokens = event.cached_tokens
         return self.session.candidates(event.epoch, event.start, event.tokens)
 
-    def _act(self, action: Action, event: EngineOutput | Commit | LLM42Error) -> Delta | None:
+    def _act(self, action: Action, event: _Event) -> Delta | None:
         engine, request = self.owner.engine, self.request
         if isinstance(action, Rollback):
             engine.rollback(request.request_id, action.output, action.epoch, action.limit)

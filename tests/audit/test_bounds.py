@@ -14,6 +14,7 @@ import pytest
 
 import llm42.api.audit_routes as audit_api
 from llm42.api.audit_routes import LimitedAnswers
+from llm42.api.deltas import interleave
 from llm42.api.keys import KeyPolicy
 from llm42.audit.file import parse_lines
 from llm42.audit.remote import BATCH_ANSWERS, _batches
@@ -201,7 +202,7 @@ async def test_generating_again_counts_towards_the_keys_share_and_waits_for_it(
     monkeypatch.setattr(audit_api, "KEY_TRIES", 10**9)
     backend, places = Gated(), settings.engine.max_batch / settings.server.ingress_replicas
     policy = key(settings, 2 / places)
-    own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
+    own = interleave([Gated(backend.gate).generate(REQUEST)], policy.held(1))
     first = asyncio.create_task(anext(own))
     await backend.settled()
     answers = LimitedAnswers(backend, policy, *limits_of(4))  # type: ignore[arg-type]
@@ -255,7 +256,7 @@ async def test_a_key_without_room_fails_the_record_in_the_end(
 ) -> None:
     monkeypatch.setattr(audit_api, "KEY_PAUSE_S", 0.0)
     backend, policy = Gated(), key(settings, 1e-9)
-    own = policy.hold(1, Gated(backend.gate).generate(REQUEST))
+    own = interleave([Gated(backend.gate).generate(REQUEST)], policy.held(1))
     first = asyncio.create_task(anext(own))
     await backend.settled()
     answers = LimitedAnswers(backend, policy, *limits_of(1))  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +16,17 @@ from llm42.errors import FingerprintChanged, LLM42Error, Overloaded, VerifierUna
 from llm42.protocol import Delta, FinishReason, Request, SamplingParams
 from llm42.session.driver import Generator
 from llm42.session.outputs import EngineFailed
-from llm42_serve.ingress.failover import ADMISSION_TRIES, Failover, ReplicaLost, as_loss
+from llm42_serve.ingress.failover import ADMISSION_TRIES, Attempt, Failover, ReplicaLost, as_loss
 from tests.support import PENALISED, SAMPLED, Answer, Lab, both_ways, differences, request_of
 
 SERVER = ServerSettings(failover_s=20.0)
+Script = Callable[[Request], AsyncGenerator[Delta, None]]
 KINDS = {"greedy": SamplingParams(), "sampled": SAMPLED, "penalised": PENALISED}
+
+
+def closing(script: Script) -> Attempt:
+    """Attempts that a script makes."""
+    return lambda request: aclosing(script(request))
 
 
 async def survive(
@@ -50,7 +56,7 @@ async def survive(
     tokens: list[int] = []
     logprobs: list[Any] = []
     text, finish, stats = "", None, None
-    async for delta in state.run(attempt):
+    async for delta in state.run(closing(attempt)):
         tokens += delta.token_ids
         logprobs += delta.logprobs
         text += delta.text
@@ -104,9 +110,8 @@ def test_an_engine_that_dies_is_a_loss_and_one_that_refuses_is_an_error(lab: Lab
             raise as_loss(error, engine_alive=not died) from error
 
     async def run_all() -> tuple[int, ...]:
-        return tuple(
-            [t for d in [d async for d in Failover(request, SERVER).run(attempt)] for t in d.token_ids]
-        )
+        found = [d async for d in Failover(request, SERVER).run(closing(attempt))]
+        return tuple(t for d in found for t in d.token_ids)
 
     if died:
         assert asyncio.run(run_all()) == lab.oracle(request).tokens
@@ -129,7 +134,7 @@ def outcome_of(fates: Sequence[LLM42Error | None], **settings: Any) -> tuple[lis
 
     async def run_all() -> None:
         server = SERVER.model_copy(update=settings)
-        async for _ in Failover(request_of("q", 1), server).run(attempt):
+        async for _ in Failover(request_of("q", 1), server).run(closing(attempt)):
             pass
 
     try:
@@ -192,11 +197,8 @@ def test_best_effort_ends_with_an_error_unless_it_may_go_on(lab: Lab) -> None:
     assert len(started.tokens) == 40, "before the first token it is simply sent again"
 
 
-Script = Callable[[Request], AsyncGenerator[Delta, None]]
-
-
 async def run(state: Failover, script: Script) -> list[Delta]:
-    return [delta async for delta in state.run(script)]
+    return [delta async for delta in state.run(closing(script))]
 
 
 def tokens(*ids: int, last: bool = False, fingerprint: str | None = "a") -> Delta:
@@ -220,6 +222,33 @@ async def test_what_is_asked_of_the_next_replica(lab: Lab) -> None:
     assert [d.token_ids for d in found] == [(1, 2), (3,)]
     assert [(r.output, r.fingerprint) for r in asked] == [((), None), ((1, 2), "a"), ((1, 2), "a")]
     assert len({r.request_id for r in asked}) == 3
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "best effort"])
+@pytest.mark.parametrize("error", [ReplicaLost("gone"), Overloaded("full"), VerifierUnavailable("none")])
+async def test_an_attempt_that_fails_behind_its_end_loses_and_repeats_nothing(
+    error: LLM42Error, deterministic: bool
+) -> None:
+    """The last delta is read when the attempt is left, and is not given yet. Who goes on behind it would
+    leave it out."""
+    asked: list[Request] = []
+
+    @asynccontextmanager
+    async def attempt(request: Request) -> AsyncIterator[AsyncIterator[Delta]]:
+        asked.append(request)
+        yield rest(request)
+        if len(asked) == 1:
+            raise error
+
+    async def rest(request: Request) -> AsyncIterator[Delta]:
+        for token in range(len(request.output) + 1, 4):
+            yield tokens(token, last=token == 3)
+
+    request = replace(request_of("q", 1, max_tokens=3), deterministic=deterministic)
+    found = [delta async for delta in Failover(request, SERVER).run(attempt)]
+    assert [d.token_ids for d in found] == [(1,), (2,), (3,)]
+    assert [d.finish_reason for d in found] == [None, None, FinishReason.LENGTH]
+    assert len(asked) == 1, "everything was there"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from llm42.api.deltas import interleave, streams_of
+from llm42.api.deltas import choices
 from llm42.errors import VerifierUnavailable
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, TokenLogprob, Window
 from llm42.session import prompt_scores
@@ -104,7 +104,7 @@ def test_a_prompt_is_scored_once_for_all_choices(lab: Lab, max_tokens: int) -> N
 
     async def together() -> list[list[Delta]]:
         found: list[list[Delta]] = [[] for _ in requests]
-        async for index, delta in interleave(streams_of(generator.generate, requests, 2)):
+        async for index, delta in choices(generator.generate, requests, 2):
             found[index].append(delta)
         return found
 
@@ -131,7 +131,7 @@ def test_an_error_of_the_scoring_choice_ends_all(lab: Lab) -> None:
         yield Delta((), "")
 
     async def together() -> None:
-        async for _ in interleave(streams_of(failing, choices_of(1, 3), 1)):
+        async for _ in choices(failing, choices_of(1, 3), 1):
             pass
 
     with pytest.raises(VerifierUnavailable):
@@ -143,6 +143,6 @@ def test_a_backend_without_scores_keeps_nobody_waiting() -> None:
         yield Delta((1,), "a", finish_reason=FinishReason.STOP)
 
     async def together() -> int:
-        return len([d async for d in interleave(streams_of(silent, choices_of(1, 3), 1))])
+        return len([d async for d in choices(silent, choices_of(1, 3), 1)])
 
     assert asyncio.run(asyncio.wait_for(together(), 10)) == 3

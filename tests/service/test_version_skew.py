@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -303,7 +303,7 @@ async def test_a_stream_does_not_go_on_with_another_release(world: World) -> Non
             yield item
 
     async def run() -> None:
-        async for delta in state.run(attempt):
+        async for delta in state.run(lambda r: aclosing(attempt(r))):
             sent.extend(delta.token_ids)
             assert delta.finish_reason in (None, FinishReason.LENGTH)
 

@@ -3,15 +3,16 @@
 A deterministic output is a function of the request, so the continuation is the one the lost replica would
 have given, bit for bit. A best-effort one is some continuation; it is resumed only where the configuration
 says so.
-Knows nothing of Ray: an attempt is a function from a request to its deltas.
+Knows nothing of Ray: an attempt is a function from a request to its deltas. What the replica sends
+is read here: a generator in between would be resumed for every delta.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 from llm42.api.errors import ServiceUnavailable
@@ -42,7 +43,9 @@ def as_loss(error: LLM42Error, engine_alive: bool) -> LLM42Error:
     return error
 
 
-Attempt = Callable[[Request], AsyncGenerator[Delta, None]]
+Attempt = Callable[[Request], AbstractAsyncContextManager[AsyncIterator[Delta | LLM42Error]]]
+"""Asks a replica; an error may be the last item. Left with an error of ours or with none, the replica has
+ended the request by itself; else it is to be cancelled there."""
 
 
 @dataclass(slots=True)
@@ -64,17 +67,24 @@ class Failover:
         """The output as if nothing had happened; raises the last error when nobody can go on with it."""
         while True:
             self.attempts += 1
+            last: Delta | None = None
             try:
-                async with aclosing(attempt(self.current())) as deltas:
-                    async for delta in deltas:
-                        yield self._note(delta)
-                        if delta.finish_reason is not None:
-                            return  # whatever happens to the replica now, the client has everything
-                raise ReplicaLost("The replica ended this request's stream too early.")
-            except ReplicaLost as error:
-                self._lost(error)
-            except (Overloaded, VerifierUnavailable) as error:
-                self._refused(error)
+                async with attempt(self.current()) as items:
+                    async for item in items:
+                        if isinstance(item, LLM42Error):
+                            raise item
+                        if item.finish_reason is not None:
+                            last = item
+                            break
+                        yield self._note(item)
+                    else:
+                        raise ReplicaLost("The replica ended this request's stream too early.")
+            except LLM42Error as error:
+                if last is None:  # else, whatever happens to the replica now, everything is here
+                    self._failed(error)
+            if last is not None:
+                yield self._note(last)
+                return
             await asyncio.sleep(PAUSES_S[min(self.losses + self.refusals, len(PAUSES_S)) - 1])
 
     def current(self) -> Request:
@@ -89,6 +99,7 @@ class Failover:
         )
 
     def _note(self, delta: Delta) -> Delta:
+        """For what is given to the client at once, and nothing else: the next attempt begins behind it."""
         self.sent += delta.token_ids
         self.fingerprint = delta.fingerprint or self.fingerprint
         self.lost_at, self.refusals = 0.0, 0
@@ -97,6 +108,15 @@ class Failover:
         # the last replica counted its own share only; the tokens are all of them
         stats = replace(delta.stats, failovers=self.losses, verified_tokens=len(self.sent))
         return replace(delta, stats=stats)
+
+    def _failed(self, error: LLM42Error) -> None:
+        """Raises the error unless there may be another attempt."""
+        if isinstance(error, ReplicaLost):
+            self._lost(error)
+        elif isinstance(error, Overloaded | VerifierUnavailable):
+            self._refused(error)
+        else:
+            raise error
 
     def _lost(self, error: Exception) -> None:
         """Raises the error unless the request may go on elsewhere."""

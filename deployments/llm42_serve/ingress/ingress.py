@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -60,24 +61,24 @@ class RayBackend:
         attempts = Failover(asked, self._server, lost).run(lambda r: self._try(r, again=r is not asked))
         return observed.run(attempts)
 
-    async def _try(self, request: Request, again: bool) -> AsyncGenerator[Delta, None]:
+    @asynccontextmanager
+    async def _try(self, request: Request, again: bool) -> AsyncIterator[AsyncIterator[Delta | LLM42Error]]:
+        """One replica's answer, as it comes. Ray's errors become ours."""
         stream = self._generate.remote(request, self._facts, again)
         ended = False
         try:
-            async for item in stream:
-                if isinstance(item, LLM42Error):
-                    ended = True
-                    raise item
-                ended = item.finish_reason is not None  # the replica ends by itself now, and counts it
-                yield item
-            ended = True
+            yield stream
+            ended = True  # the replica ends by itself now, and counts it
         except BackPressureError as error:
             raise Overloaded("Too many requests wait for a fast-path replica.") from error
         except (RayActorError, DeploymentUnavailableError) as error:
             raise ReplicaLost("The replica of this request is gone; send it again.") from error
-        except RayTaskError as error:
+        except RayTaskError as error:  # before ours: Ray's may be of both kinds
             if isinstance(error.cause, LLM42Error):
                 raise error.cause from error
+            raise
+        except LLM42Error:
+            ended = True
             raise
         finally:
             if not ended:
