@@ -271,8 +271,10 @@ def test_control_another_first_token_finds_nothing(lab: Lab) -> None:
     assert verifier.stats().cache_hits == hits
 
 
-@pytest.mark.parametrize("engine_short", [False, True])
-@pytest.mark.parametrize("verifier_short", [False, True])
+@pytest.mark.parametrize(
+    ("engine_short", "verifier_short"),
+    sweep([(False, False), (False, True), (True, False), (True, True)], quick=[(False, False), (True, True)]),
+)
 def test_demand_of_three_times_the_memory(lab: Lab, engine_short: bool, verifier_short: bool) -> None:
     """The counters say who was short; with enough of it nothing is evicted and nobody preempted."""
     requests = [request_of(f"m{i}", i, length=60, max_tokens=60) for i in range(9)]
