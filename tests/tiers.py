@@ -68,7 +68,9 @@ PROTOCOL = Part("protocol", ("tests/protocol",), HERE)
 REST = Part("rest", ("tests", *(f"--ignore={folder}" for folder in UNIT.where + PROTOCOL.where)), HERE)
 APART = tuple(f"--ignore={file}" for file in STARTS_ITS_OWN)
 CLUSTER = Part("cluster", ("tests/service", "tests/metrics", *APART), CLUSTERS)
-CHAOS = Part("chaos", ("tests/chaos", *APART), CLUSTERS)
+NO_METRICS = {"RAY_metrics_report_interval_ms": "60000"}
+"""Where no test reads Ray's metrics: with many processes a node spends a tenth of a core on them."""
+CHAOS = Part("chaos", ("tests/chaos", *APART), CLUSTERS, env=NO_METRICS)
 """All of it is slow, and waits most of the time: a cluster of its own."""
 STARTS = Part("starts", STARTS_ITS_OWN, CLUSTERS)
 INTERPRETER = Part(
