@@ -221,6 +221,7 @@ async def test_clients_that_leave_free_the_engines(
     assert max(kv) == 0
 
 
+@on_the_tiny_model_only
 async def test_a_verifier_killed_mid_stream_changes_nothing(
     aclient: openai.AsyncOpenAI, served: Lab, prompt: list[int], settings: Settings, service: Service
 ) -> None:
