@@ -91,14 +91,22 @@ def test_attention_against_float64(heads: int, kv_heads: int, dim: int, size: in
     torch.testing.assert_close(got, paged_reference(*case, size), rtol=2e-2, atol=4e-3)  # type: ignore[arg-type]
 
 
-def test_attention_tiles_agree_to_the_last_bit_before_rounding() -> None:
-    """The loading-warp kernel, tensor-map tiles and addressed tiles; fused and split segments."""
-    shape = attention_shape(32, 8, 128, 128)
-    assert shape.large.load == "hopper", "this test needs Hopper"
-    case = _case(shape, [2000, 0], [100, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), [(32, 8, 128, 128), (9, 3, 64, 64)])
+@pytest.mark.parametrize(("starts", "counts"), [
+    ([2000, 0], [100, 40]), ([0, 63, 511, 2047, 4100], [1, 1, 1, 1, 1]),
+])  # fmt: skip
+def test_attention_tiles_agree_to_the_last_bit_before_rounding(
+    starts: list[int], counts: list[int], heads: int, kv_heads: int, dim: int, size: int
+) -> None:
+    """The loading-warp kernels, tensor-map tiles and addressed tiles; fused and split segments; rows of
+    prompts, and rows that are decoded."""
+    shape = attention_shape(heads, kv_heads, dim, size)
+    assert (shape.large.load, shape.small.load) == ("hopper", "hopper"), "this test needs Hopper"
+    case = _case(shape, starts, counts)
     plain = replace(shape, large=Tile(64, 4, 3, 2), small=Tile(64, 4, 3, 2))
+    maps = replace(shape, small=Tile(64, 4, 3, 2, "tma"))
     outs = []
-    for s in (shape, plain):
+    for s in (shape, maps, plain):
         for programs in (1, 30, 10**6):
             engine = TritonAttention(s, torch.device("cuda"))
             engine.planner.programs = programs

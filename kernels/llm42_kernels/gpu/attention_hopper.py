@@ -1,5 +1,4 @@
-"""Body of paged attention for many query rows on Hopper: one warp loads, two warpgroups compute 64 rows
-each.
+"""Bodies of paged attention on Hopper: one warp loads, and a warpgroup or two compute 64 rows each.
 
 The arithmetic, its order and its rounding are those of gpu/attention.py (`_update`, `merge`), on
 the same register layout (64 rows x 4 warps), so the bits are the same. What differs is who waits for whom:

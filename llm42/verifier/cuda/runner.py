@@ -225,13 +225,13 @@ class CudaRunner:
 
 
 def attention_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> AttentionShape:
-    """The tiles this project uses on Hopper for a model and block size: tensor-map loads where the layout
-    allows them.
+    """The tiles this project uses on Hopper for a model and block size: a warp of their own loads tensor maps
+    where the layout allows it.
 
     The key tile alone sets the bits, and it is 64 everywhere: block sizes and tile heights do not change a
     result."""
     if block_size % 64 == 0 and dim in (64, 128) and heads // kv_heads <= 64:
-        large, small = Tile(128, 4, 3, 1, "hopper"), Tile(64, 4, 3, 2, "tma")
+        large, small = Tile(128, 4, 3, 1, "hopper"), Tile(64, 4, 4, 1, "hopper")
     else:
         large = small = Tile(64, 4, 3, 2)
     return AttentionShape(heads, kv_heads, dim, block_size, large=large, small=small)
