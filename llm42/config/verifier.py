@@ -10,7 +10,8 @@ from llm42.config.section import PositiveShare, Section, Share, or_null
 
 GPU_DEFAULTS: dict[str, Any] = {
     "block_size": 64,
-    "buckets": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    # close together where decoding is: one request more must not make all pay for the next power of two
+    "buckets": (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 513, 64), 1024),
     "kv_tokens": 131072,
 }
 """verifier.* where model.device is cuda and the configuration does not say otherwise, or says null; on a CPU
@@ -30,7 +31,8 @@ class VerifierSettings(Section):
     """Tokens of a KV block. null: by model.device, 16 on a CPU, 64 on a GPU."""
     buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), json_schema_extra=or_null)
     """Step sizes, in rows. Certification keeps those that give the same bits on this machine. null: by
-    model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU, and powers of two from 1 to 1024 on a GPU."""
+    model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU; on a GPU [1, 2, 4, 8, 16, 24, 32, 48, 64], from
+    there by 32 to 256, by 64 to 512, and 1024."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads. Part of the fingerprint: another number may give other bits."""
     affinity: Literal["none", "vllm"] = "none"

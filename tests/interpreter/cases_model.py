@@ -172,6 +172,19 @@ def test_a_token_of_the_step_before_is_that_token() -> None:
     assert not torch.equal(last_rows(False, shift=1), last_rows(True)), "control: a stale token"
 
 
+def test_one_place_of_logit_rows_serves_steps_of_every_size() -> None:
+    """The head's graph of a number of logit rows reads them, whatever the step's bucket was."""
+    harness, tokens = Harness(_model(torch.float16), 128), list(range(100, 130))
+    views = {n: layout.views(harness.host) for n, layout in harness.layouts.items()}
+    views[128]["logit_rows"][:] = 31  # what a larger step has left there
+    sequences = [_rows(tokens, 0, 20, [3, 5], 17), _rows(tokens, 4, 3, [7])]
+    packed = harness.packers[128].pack(views[128], 128, sequences)
+    assert packed.logit_rows == 6
+    assert views[16]["logit_rows"].tolist() == [17, 18, 19, 20, 21, 22] + [0] * 10
+    moved = views[16]["positions"].tolist() != views[128]["positions"][:16].tolist()
+    assert moved, "control: other parts are elsewhere"
+
+
 PARAMS = [
     SamplingParams(),
     SamplingParams(temperature=0.8, seed=5),

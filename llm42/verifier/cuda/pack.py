@@ -32,14 +32,15 @@ class Layout:
 
     @property
     def parts(self) -> dict[str, tuple[int, int]]:
-        """Name -> (offset, length). `tables` is last: only its used part is copied."""
+        """Name -> (offset, length). `logit_rows` is at the same place in all buckets, so that one graph of
+        the head serves them all; `tables` is last: only its used part is copied."""
         fields = self.items * ITEM_FIELDS
         lengths = {
             "counts": COUNTS,
+            "logit_rows": self.rows,
             "tokens": self.rows,
             "positions": self.rows,
             "slots": self.rows,
-            "logit_rows": self.rows,
             "feed": self.rows,
             "large": fields,
             "small": fields,

@@ -1,9 +1,9 @@
 """The canonical runner on CUDA: one graph per bucket, no host synchronisation inside a step.
 
 A step is: pack on the host -> one copy -> body graph of the bucket (all decoder layers) -> head graph of
-the number of logit rows (gather, lm_head, argmax and log-sum) -> sampling of the rows that need more -> one
-copy back. `begin` returns as soon as everything is queued, so that the next step is packed while this one
-runs; `finish` waits.
+the number of logit rows, rounded up to a bucket (gather, lm_head, argmax and log-sum) -> sampling of the
+rows that need more -> one copy back. `begin` returns as soon as everything is queued, so that the next step
+is packed while this one runs; `finish` waits.
 
 Memory: weights + KV (verifier.kv_tokens) + logits of the largest bucket + a work area that all graphs
 share. On a GPU that vLLM uses too, start this runner first and give vLLM the rest (its
@@ -96,7 +96,7 @@ class CudaRunner:
             self._log_sum = torch.zeros(buckets[-1], dtype=torch.float64, device=device)
             self._head_provider = CUDA_LM_HEAD_INTO[dict(ops.providers).get("lm_head", "cublas")]
             self._bodies: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
-            self._heads: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+            self._heads: dict[int, torch.cuda.CUDAGraph] = {}
             self._pool = torch.cuda.graph_pool_handle()
             if graphs:
                 self.capture()
@@ -124,7 +124,7 @@ class CudaRunner:
             self._run_body(bucket, packed.variant)
             pending = Pending(sequences, counts, torch.cuda.Event())
             if packed.logit_rows:
-                self._sample(bucket, packed.logit_rows, pending)
+                self._sample(packed.logit_rows, pending)
             assert pending.done is not None
             pending.done.record(self.stream)
         return pending
@@ -138,7 +138,7 @@ class CudaRunner:
         with torch.cuda.stream(self.stream):
             self._host.copy(index, packed.used, self._device, self.stream)
             self._run_body(bucket, packed.variant)
-            self._run_head(bucket, next(b for b in self.buckets if b >= packed.logit_rows))
+            self._run_head(packed.logit_rows)
             out = self._logits[: packed.logit_rows].clone()
         self.stream.synchronize()
         return out
@@ -172,8 +172,7 @@ class CudaRunner:
             self._views[bucket]["slots"].fill_(-1)
             for variant in VARIANTS:
                 self._bodies[bucket, variant] = self._record(partial(self._body, bucket, variant))
-            for rows in self.buckets[: self.buckets.index(bucket) + 1]:
-                self._heads[bucket, rows] = self._record(partial(self._head, bucket, rows))
+            self._heads[bucket] = self._record(partial(self._head, bucket))
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         work()
@@ -190,18 +189,20 @@ class CudaRunner:
         else:
             self._body(bucket, variant)
 
-    def _run_head(self, bucket: int, rows: int) -> None:
-        graph = self._heads.get((bucket, rows))
+    def _run_head(self, rows: int) -> None:
+        """Of `rows` logit rows or a few more, whatever the step's bucket."""
+        rows = next(b for b in self.buckets if b >= rows)
+        graph = self._heads.get(rows)
         if graph is not None:
             graph.replay()
         else:
-            self._head(bucket, rows)
+            self._head(rows)
 
     def _body(self, bucket: int, variant: str) -> None:
         self._forward.body(bucket, variant, self._hidden[:bucket])
 
-    def _head(self, bucket: int, rows: int) -> None:
-        picked = self._hidden[self._views[bucket]["logit_rows"][:rows]]
+    def _head(self, rows: int) -> None:
+        picked = self._hidden[self._views[rows]["logit_rows"]]
         logits = self._logits[:rows]
         self._head_provider(picked, self.model.weights.lm_head, logits)
         if self.round_logits:
@@ -212,8 +213,8 @@ class CudaRunner:
         token, logprob, bad = self._results
         return RowStats(token[:rows], self._log_sum[:rows], logprob[:rows].view(torch.float32), bad[:rows])
 
-    def _sample(self, bucket: int, rows: int, pending: Pending) -> None:
-        self._run_head(bucket, next(b for b in self.buckets if b >= rows))
+    def _sample(self, rows: int, pending: Pending) -> None:
+        self._run_head(rows)
         logits, stats = self._logits[:rows], self._stats(rows)
         general, asked, top_rows = _wishes(pending.sequences)
         if general:
