@@ -109,18 +109,31 @@ def restrict(
     """Stages 4 to 6. values [R, V] float32; top_k [R] int64 (V: off), top_p [R] float64 (1: off), min_p [R]
     float64 (0: off). Returns values with what may not be drawn at -inf. Border ties go to the lowest id
     (stable sort)."""
-    vocab = values.shape[-1]
     ordered, ids = values.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(vocab, device=values.device)
+    return _kept(values, ordered, ids, top_k, top_p, min_p, cumsum)
+
+
+def restrict_few(values: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, most: int) -> Tensor:
+    """As `restrict`, with its bits, for rows whose top_k is from 1 to `most`: without a sort of all ids. What
+    is beyond top_k weighs exactly nothing there, so `most` and other rows' top_k are in no sum."""
+    ids, ordered = top_tokens(values, min(most, values.shape[-1]))
+    return _kept(values, ordered, ids, top_k, top_p, min_p, integer_cumsum)
+
+
+def _kept(
+    values: Tensor, ordered: Tensor, ids: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, cumsum: Cumsum
+) -> Tensor:
+    """ordered [R, n]: each row's n largest values, best first, at `ids`."""
+    rank = torch.arange(ordered.shape[-1], device=values.device)
     keep = rank < top_k[:, None]
     share = (ordered - ordered[:, :1]).exp().double()
     weight = torch.where(keep, (share * WEIGHT_ONE).round(), 0.0).long()
-    sums = cumsum(weight)
+    sums = cumsum(weight)  # the last one is the sum of all that top-k has left
     border = torch.where(top_p < 1.0, top_p * sums[:, -1].double(), math.inf)
     keep &= (sums - weight).double() < border[:, None]
     keep &= ordered.double() >= (ordered[:, :1].double() + min_p.log()[:, None])
     kept = torch.where(keep, ordered, NEG_INF)
-    return torch.empty_like(values).scatter_(1, ids, kept)
+    return torch.full_like(values, NEG_INF).scatter_(1, ids, kept)
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

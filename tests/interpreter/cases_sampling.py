@@ -12,6 +12,7 @@ from llm42_kernels.sampling import (
     logprobs_of,
     noise_keys,
     restrict,
+    restrict_few,
     row_stats,
     top_tokens,
 )
@@ -69,6 +70,21 @@ def test_restrict_equals_the_row_sampler() -> None:
         params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p, seed=3)
         keys = torch.tensor(noise_keys([3], [2], [True]), dtype=torch.int32)
         assert int(gumbel_argmax(kept[row : row + 1], keys)[0]) == draw(x[row], params, [1, 2], 1)
+
+
+def test_few_are_restricted_as_all_are() -> None:
+    """Whatever the largest top_k of the rows beside is."""
+    cases = [(5, 1.0, 0.0), (40, 0.5, 0.1), (1, 0.01, 0.0), (50, 0.95, 0.0), (7, 1.0, 0.3), (50, 0.3, 0.05)]
+    x = _logits(len(cases))
+    x[4, 100:120] = x[4].max() + 1.0  # more ties than may stay
+    x[5, 9], x[5, 3], x[5, 4:] = 0.0, -0.0, -5.0
+    k = torch.tensor([c[0] for c in cases])
+    p, m = (torch.tensor([c[i] for c in cases], dtype=torch.float64) for i in (1, 2))
+    want = restrict(x, k, p, m)
+    for most in (50, 51, 200, VOCAB):
+        assert torch.equal(restrict_few(x, k, p, m, most), want)
+    assert not torch.equal(restrict_few(x, k, p, m, 20), want), "control: too few are looked at"
+    assert want[4].isfinite().sum() == 7
 
 
 def test_a_float_scan_may_move_the_top_p_border() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,12 +21,15 @@ from llm42_kernels.sampling import (
     logprobs_of,
     noise_keys,
     restrict,
+    restrict_few,
     row_stats,
     top_tokens,
 )
 
 ROWS_AT_ONCE = 64
 """Rows sorted together: bounds the memory of a sort over the vocabulary."""
+FEW = 1024
+"""A top_k up to this is found without a sort of the whole vocabulary."""
 
 
 Restrict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -100,21 +104,29 @@ def _draw(raw: Tensor, wanted: Sequence[Draw], narrowed: Restrict) -> tuple[Tens
     values = _adjust(raw, wanted) / _device(divisor, torch.float32, raw)[:, None]
     bad = row_stats(values).bad
     tight = [i for i, p in enumerate(params) if warm[i] and _is_restricted(p, vocab)]
-    if tight:
-        index = _device(tight, torch.int64, raw)
-        chosen = [params[i] for i in tight]
-        values[index] = narrowed(
-            values[index],
-            _device([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], torch.int64, raw),
-            _device([p.top_p for p in chosen], torch.float64, raw),
-            _device([p.min_p for p in chosen], torch.float64, raw),
-        )
+    few = [i for i in tight if 0 < params[i].top_k <= FEW]
+    if few:
+        most = max(params[i].top_k for i in few)
+        _narrow(values, params, few, partial(restrict_few, most=most))
+    if len(few) < len(tight):
+        _narrow(values, params, [i for i in tight if not 0 < params[i].top_k <= FEW], narrowed)
     keys = noise_keys([p.seed for p in params], [len(w.history) for w in wanted], warm)
     token = gumbel_argmax(values, _device(keys, torch.int32, raw))
     if any(w.given is not None for w in wanted):
         given = _device([-1 if w.given is None else w.given for w in wanted], token.dtype, raw)
         token = torch.where(given >= 0, given, token)
     return token, bad
+
+
+def _narrow(values: Tensor, params: Sequence[SamplingParams], rows: list[int], narrowed: Restrict) -> None:
+    """Stages 4 to 6 of `rows`, in place."""
+    vocab, index, chosen = values.shape[1], _device(rows, torch.int64, values), [params[i] for i in rows]
+    values[index] = narrowed(
+        values[index],
+        _device([p.top_k if 0 < p.top_k < vocab else vocab for p in chosen], torch.int64, values),
+        _device([p.top_p for p in chosen], torch.float64, values),
+        _device([p.min_p for p in chosen], torch.float64, values),
+    )
 
 
 def _is_restricted(params: SamplingParams, vocab: int) -> bool:
