@@ -55,6 +55,9 @@ class Draw:
     num_logprobs: int = 0
     given: int | None = None
     """The token that follows anyway (scoring): nothing is drawn, its log-probability is what is asked for."""
+    tally: int = -1
+    """Not negative: the row of a device's table that counts its ids (llm42/verifier/cuda/tallies.py); of
+    `history` only the length is read then."""
 
 
 StepSampler = Callable[[Tensor, Sequence[Draw]], list[Sampled]]

@@ -103,8 +103,7 @@ class Followers:
         size, ready, full = self.store.pool.block_size, list[Decode](), list[Decode]()
         for d in self.running.values():
             follower, at = d.follower, d.issued
-            # within its credit, and its token is known or about to be
-            if at < follower.end - 1 and (follower.late or at < len(follower.tokens)):
+            if at < follower.end - 1:  # within its credit; its token is known or about to be
                 ready.append(d)
                 if at % size == 0 and at == len(d.sequence.blocks) * size:
                     full.append(d)

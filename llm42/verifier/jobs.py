@@ -11,7 +11,7 @@ from typing import Any
 
 from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Failure, Window
-from llm42.sampling import Sampled, reads_history
+from llm42.sampling import Sampled
 from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.runner import SequenceRows
 
@@ -101,15 +101,11 @@ class Follower:
     ended: bool = False
     idle_since: float = 0.0
     stops: frozenset[int] = frozenset()
-    late: bool = True
-    """Whether a row may be asked for while its token is still on the device. Penalties count tokens on the
-    host, so requests with penalties take part only in steps whose token is known: every second one."""
 
     @classmethod
     def of(cls, window: Window, sink: Sink) -> Follower:
         """One that has just come."""
-        stops, late = frozenset(window.stop_token_ids), not reads_history(window.sampling)
-        return cls(window, sink, stops=stops, late=late)
+        return cls(window, sink, stops=frozenset(window.stop_token_ids))
 
     def extend(self, until: int) -> None:
         """Its credit reaches up to `until`; it is never lowered."""
@@ -144,8 +140,9 @@ class Decode:
         """One whose first `issued` rows are computed."""
         window, asked_for = follower.window, follower.window.num_logprobs
         rows = SequenceRows(
-            follower.tokens, issued, 1, sequence.blocks, issued, window.prompt_len, window.sampling, asked_for
-        )
+            follower.tokens, issued, 1, sequence.blocks, issued, window.prompt_len, window.sampling,
+            asked_for, decodes=True,
+        )  # fmt: skip
         return cls(follower, sequence, issued, rows)
 
     def ask(self, row: int) -> SequenceRows:

@@ -33,6 +33,10 @@ class SequenceRows:
     feed: int = -1
     """Not negative: the first row's token is not in `tokens` yet. It is the one sampled by the logit row of
     this number in the step that was begun just before. Only a pipelined runner is asked so."""
+    decodes: bool = False
+    """One row of a sequence that is decoded: the same object in each step, with another position."""
+    tally: Any = None
+    """What a runner keeps of a sequence that is decoded; dropped with the object."""
 
     @property
     def logit_positions(self) -> range:

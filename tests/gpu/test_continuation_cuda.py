@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from llm42.cache import BlockPool, KVCache
 from llm42.protocol import Commit, SamplingParams, TokenLogprob, Window
 from llm42.verifier.cuda.forward import fed
 from llm42.verifier.cuda.runner import CudaRunner
+from llm42.verifier.cuda.tallies import Tallies
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cuda import cuda_operators
 from tests.support import check_pool
@@ -105,11 +107,19 @@ def test_alone(runner: CudaRunner, params: SamplingParams) -> None:
     assert (reader.tokens, reader.logprobs) == _one_row_at_a_time(runner, 1, params)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_64_beside_windows(runner: CudaRunner, temperature: float) -> None:
+KINDS = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temperature=0.8),
+    "restricted": SamplingParams(temperature=0.8, top_p=0.95, top_k=50, presence_penalty=0.5),
+    "repeated": SamplingParams(temperature=0.5, repetition_penalty=1.2, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_64_beside_windows(runner: CudaRunner, kind: str) -> None:
     """They come one after the other, with prompts of other requests and windows in between."""
     verifier, readers = _verifier(runner), []
-    params = [SamplingParams(temperature=temperature, seed=i) for i in range(64)]
+    params = [replace(KINDS[kind], seed=i) for i in range(64)]
     futures = []
     for i in range(64):
         readers.append(Reader(verifier, i, params[i]))
@@ -126,7 +136,7 @@ def test_64_beside_windows(runner: CudaRunner, temperature: float) -> None:
 
 def test_preempted_ones_go_on_as_if_nothing_had_happened(runner: CudaRunner) -> None:
     verifier = _verifier(runner, blocks=12)
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i) for i in range(12)]
+    params = [replace(KINDS["repeated" if i % 2 else "greedy"], seed=i) for i in range(12)]
     readers = [Reader(verifier, i, params[i]) for i in range(12)]
     _run(verifier)
     assert verifier.stats().preemptions > 0
@@ -156,7 +166,8 @@ def test_control_a_wrong_row_is_fed(runner: CudaRunner) -> None:
     assert any(r.tokens != _one_row_at_a_time(runner, i, params)[0] for i, r in enumerate(readers))
 
 
-def test_two_steps_are_in_flight(runner: CudaRunner) -> None:
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_two_steps_are_in_flight(runner: CudaRunner, kind: str) -> None:
     """What makes it fast, and what the comparisons above are about."""
     begin, feeds = runner.begin, []
 
@@ -167,12 +178,46 @@ def test_two_steps_are_in_flight(runner: CudaRunner) -> None:
     runner.begin = counting  # type: ignore[method-assign]
     try:
         verifier = _verifier(runner)
-        readers = [Reader(verifier, i, SamplingParams()) for i in range(3)]
+        readers = [Reader(verifier, i, KINDS[kind]) for i in range(3)]
         _run(verifier)
     finally:
         runner.begin = begin  # type: ignore[method-assign]
     assert all(len(r.tokens) == OUTPUT for r in readers)
     assert sum(f >= 0 for step in feeds for f in step) >= 3 * (OUTPUT - 4)
+
+
+def test_control_a_token_is_not_counted(runner: CudaRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of penalties: what is fed is counted as if it were always the same id."""
+    add = Tallies._add
+    monkeypatch.setattr(Tallies, "_add", lambda self, rows, ids: add(self, rows, ids * 0))
+    verifier, params = _verifier(runner), SamplingParams(frequency_penalty=2.0, presence_penalty=2.0)
+    readers = [Reader(verifier, i, params) for i in range(4)]
+    _run(verifier)
+    monkeypatch.undo()
+    assert any(r.tokens != _one_row_at_a_time(runner, i, params)[0] for i, r in enumerate(readers))
+
+
+def test_a_step_with_penalties_does_not_wait(runner: CudaRunner) -> None:
+    """Nothing between `begin` and its return may synchronise, the counting of a new sequence included."""
+    verifier = _verifier(runner)
+    readers = [Reader(verifier, i, KINDS["restricted"]) for i in range(3)]
+    begin = runner.begin
+
+    def strict(bucket: int, sequences: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return begin(bucket, sequences)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    _run(verifier)  # compiled, and memory is there
+    runner.begin = strict  # type: ignore[method-assign]
+    try:
+        again = [Reader(verifier, i + 10, KINDS["restricted"]) for i in range(3)]
+        _run(verifier)
+    finally:
+        runner.begin = begin  # type: ignore[method-assign]
+    assert all(len(r.tokens) == OUTPUT for r in [*readers, *again])
 
 
 def test_fed() -> None:

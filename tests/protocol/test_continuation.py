@@ -37,6 +37,15 @@ def test_credit(lab: Lab, credit: int, sampling: SamplingParams) -> None:
     check_pool(verifier._pool)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED])
+def test_each_step_decodes_a_token(lab: Lab, sampling: SamplingParams) -> None:
+    """Also where the draw depends on a token that is still on the device."""
+    late = Lates()
+    followed(lab, request_of("r", 1, max_tokens=60, sampling=sampling), 50, late)
+    assert 50 <= late.runner.begun <= 54
+    assert late.runner.fed >= 48
+
+
 KINDS = [
     GREEDY,
     SAMPLED,

@@ -26,6 +26,7 @@ from llm42.sampling import Draw, Sampled, is_plain
 from llm42.verifier.cuda.forward import CudaForward
 from llm42.verifier.cuda.pack import HostBuffers, Layout, StepPacker
 from llm42.verifier.cuda.sampler import alternatives, draw_rows, sampled
+from llm42.verifier.cuda.tallies import Slot, Tallies
 from llm42.verifier.runner import SequenceRows
 from llm42_kernels import cuda
 from llm42_kernels.attention import AttentionShape, Tile
@@ -92,6 +93,7 @@ class CudaRunner:
             self._hidden = torch.zeros(buckets[-1], config.hidden_size, dtype=model.dtype, device=device)
             self._logits = torch.empty(buckets[-1], config.vocab_size, dtype=torch.float32, device=device)
             self._results = torch.zeros(3, buckets[-1], dtype=torch.int32, device=device)
+            self._tallies = Tallies(config.vocab_size, device)
             self._forward = CudaForward(model, ops, kv, attention, self._views, self._results[0])
             self._log_sum = torch.zeros(buckets[-1], dtype=torch.float64, device=device)
             self._head_provider = CUDA_LM_HEAD_INTO[dict(ops.providers).get("lm_head", "cublas")]
@@ -121,6 +123,7 @@ class CudaRunner:
         counts = [s.count - min(s.count, max(0, s.first_logit - s.start)) for s in sequences]
         with torch.cuda.stream(self.stream):
             self._host.copy(index, packed.used, self._device, self.stream)
+            self._tallies.update(sequences, self._results[0])  # before the head overwrites what is fed
             self._run_body(bucket, packed.variant)
             pending = Pending(sequences, counts, torch.cuda.Event())
             if packed.logit_rows:
@@ -218,7 +221,7 @@ class CudaRunner:
         logits, stats = self._logits[:rows], self._stats(rows)
         general, asked, top_rows = _wishes(pending.sequences)
         if general:
-            draw_rows(logits, stats, general, asked)
+            draw_rows(logits, stats, general, asked, tallies=self._tallies.table)
         for count, wanted in top_rows.items():
             ids, values = alternatives(logits, stats, wanted, count)
             pending.tops[count] = (_to_host(ids), _to_host(values), wanted)
@@ -276,7 +279,12 @@ def _wishes(sequences: list[SequenceRows]) -> tuple[list[int], list[Draw], dict[
         count = len(s.logit_positions)
         if s.score or not is_plain(s.sampling):
             general += range(row, row + count)
-            asked += [s.draw_at(position) for position in s.logit_positions]
+            if isinstance(s.tally, Slot):  # its ids are counted on the device
+                asked.append(
+                    Draw(s.sampling, range(s.start + 1), s.prompt_len, s.num_logprobs, tally=s.tally.row)
+                )
+            else:
+                asked += [s.draw_at(position) for position in s.logit_positions]
         if s.num_logprobs > 0 and count:  # a prompt chunk has no logit rows yet
             tops.setdefault(s.num_logprobs, []).extend(range(row, row + count))
         row += count

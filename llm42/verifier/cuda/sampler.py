@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llm42.protocol import SamplingParams, TokenLogprob
 from llm42.sampling import Draw, Sampled, is_greedy, is_plain
+from llm42.verifier.cuda.tallies import counted, penalised
 from llm42_kernels.sampling import (
     RowStats,
     gumbel_argmax,
@@ -37,10 +38,13 @@ Restrict = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def sample_step_device(logits: Tensor, draws: Sequence[Draw], narrowed: Restrict = restrict) -> list[Sampled]:
     """llm42.sampling.sample_step on the device: logits [R, V] float32 (certification, tests; a runner
-    queues the same calls and waits later)."""
-    stats = row_stats(logits)
+    queues the same calls and waits later). Ids are counted on the host in a step of one row, else on the
+    device."""
+    stats, table = row_stats(logits), None
+    if len(draws) > 1:
+        draws, table = counted(draws, logits.shape[1], logits.device)
     rows = [i for i, d in enumerate(draws) if d.given is not None or not is_plain(d.params)]
-    draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed)
+    draw_rows(logits, stats, rows, [draws[i] for i in rows], narrowed, table)
     tops: dict[int, tuple[tuple[int, float], ...]] = {}
     for count in {d.num_logprobs for d in draws if d.num_logprobs > 0}:
         wanted = [i for i, d in enumerate(draws) if d.num_logprobs == count]
@@ -59,15 +63,20 @@ def sampled(token: int, logprob: float, bad: int, top: tuple[tuple[int, float], 
 
 
 def draw_rows(
-    logits: Tensor, stats: RowStats, rows: list[int], asked: Sequence[Draw], narrowed: Restrict = restrict
+    logits: Tensor,
+    stats: RowStats,
+    rows: list[int],
+    asked: Sequence[Draw],
+    narrowed: Restrict = restrict,
+    tallies: Tensor | None = None,
 ) -> None:
     """Overwrites token, logprob and bad of `rows` in `stats`. logits [R, V] float32; asked[i] describes
-    rows[i]."""
+    rows[i]. tallies: the table that draws name rows of."""
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         part, wanted = rows[begin : begin + ROWS_AT_ONCE], asked[begin : begin + ROWS_AT_ONCE]
         index = _device(part, torch.int64, logits)
         raw = logits[index]
-        token, bad = _draw(raw, wanted, narrowed)
+        token, bad = _draw(raw, wanted, narrowed, tallies)
         stats.token[index] = token
         stats.bad[index] |= bad  # NaN or infinity of the raw logits stays an error
         stats.logprob[index] = logprobs_of(raw, stats.log_sum[index], token[:, None])[:, 0]
@@ -97,11 +106,13 @@ def alternatives(logits: Tensor, stats: RowStats, rows: list[int], count: int) -
     return torch.cat(ids), torch.cat(values)
 
 
-def _draw(raw: Tensor, wanted: Sequence[Draw], narrowed: Restrict) -> tuple[Tensor, Tensor]:
+def _draw(
+    raw: Tensor, wanted: Sequence[Draw], narrowed: Restrict, tallies: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     params, vocab = [w.params for w in wanted], raw.shape[1]
     warm = [not is_greedy(p) for p in params]
     divisor = [p.temperature if on else 1.0 for p, on in zip(params, warm, strict=True)]
-    values = _adjust(raw, wanted) / _device(divisor, torch.float32, raw)[:, None]
+    values = _adjust(raw, wanted, tallies) / _device(divisor, torch.float32, raw)[:, None]
     bad = row_stats(values).bad
     tight = [i for i, p in enumerate(params) if warm[i] and _is_restricted(p, vocab)]
     few = [i for i in tight if 0 < params[i].top_k <= FEW]
@@ -133,19 +144,22 @@ def _is_restricted(params: SamplingParams, vocab: int) -> bool:
     return 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0
 
 
-def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
+def _adjust(raw: Tensor, wanted: Sequence[Draw], tallies: Tensor | None) -> Tensor:
     """Stages 1 and 2 on a copy, as scattered updates of (row, id) pairs; pairs are unique, so no order
-    exists."""
+    exists. Rows whose ids are counted on the device are penalised as wholes."""
     values = raw.clone()
+    counted_there = [row for row, w in enumerate(wanted) if w.tally >= 0]
+    if counted_there and tallies is not None:
+        _penalise(values, counted_there, [wanted[row] for row in counted_there], tallies)
     repeat: list[tuple[int, int, float]] = []
     counted: list[tuple[int, int, float, float, float]] = []
     bias: list[tuple[int, int, float]] = []
     banned: list[tuple[int, int, float]] = []
     for row, w in enumerate(wanted):
         p = w.params
-        if p.repetition_penalty != 1.0:
+        if p.repetition_penalty != 1.0 and w.tally < 0:
             repeat += [(row, i, p.repetition_penalty) for i in set(w.history)]
-        if p.presence_penalty or p.frequency_penalty:
+        if (p.presence_penalty or p.frequency_penalty) and w.tally < 0:
             f, b = p.frequency_penalty, p.presence_penalty
             counted += [(row, i, float(n), f, b) for i, n in Counter(w.history[w.prompt_len :]).items()]
         bias += [(row, i, b) for i, b in p.logit_bias]
@@ -165,6 +179,17 @@ def _adjust(raw: Tensor, wanted: Sequence[Draw]) -> Tensor:
         at, _ = _pairs(banned, values)
         values.index_put_(at, values.new_full((), float("-inf")))  # a number would come from the host: a wait
     return values
+
+
+def _penalise(values: Tensor, rows: list[int], wanted: Sequence[Draw], tallies: Tensor) -> None:
+    """Stage 1 of `rows`, in place."""
+    index = _device(rows, torch.int64, values)
+    counts = tallies[_device([w.tally for w in wanted], torch.int64, values)]
+    factors = [
+        _device([getattr(w.params, f"{name}_penalty") for w in wanted], torch.float32, values)[:, None]
+        for name in ("repetition", "frequency", "presence")
+    ]
+    values[index] = penalised(values[index], counts, *factors)
 
 
 def _pairs(entries: Sequence[tuple[float, ...]], like: Tensor) -> tuple[
