@@ -19,7 +19,7 @@ from llm42.verifier.cuda.sampler import ROWS_AT_ONCE
 
 log = logging.getLogger(__name__)
 GRAPHS = 1 << 30
-"""Bytes of the driver for some 130 CUDA graphs, and what the allocator wastes. An allowance, not measured."""
+"""Bytes of the driver for some 140 CUDA graphs, and what the allocator wastes. An allowance, not measured."""
 TALLEST = 128
 """Query rows of attention's highest tile."""
 SORT = 96
@@ -50,7 +50,7 @@ def step_bytes(config: ModelConfig, rows: int, max_len: int, block_size: int, it
     """At least what a runner takes beside weights and KV, for steps of `rows` rows."""
     c = config
     row = 6 * c.hidden_size + (3 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
-    logits = 2 * 4 * c.vocab_size  # float32, and once more where they are rounded
+    logits = 3 * 4 * c.vocab_size  # float32, once more where they are rounded, and counts for penalties
     tables = 4 * -(-max_len // block_size)
     partials = 4 * PARTIALS * TALLEST * c.num_heads * (c.head_dim + 2)
     return rows * (row * itemsize + logits + tables) + partials + ROWS_AT_ONCE * c.vocab_size * SORT + GRAPHS
