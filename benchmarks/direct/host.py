@@ -37,7 +37,7 @@ from llm42.cache import BlockPool
 from llm42.protocol import Commit, SamplingParams, Window
 from llm42.session.driver import DELTA_S
 from llm42.verifier.cuda.pack import Layout, StepPacker
-from llm42.verifier.cuda.runner import PARTIALS, attention_shape
+from llm42.verifier.cuda.runner import PARTIAL_TOKENS, PARTIALS, attention_shape
 from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.attention_plan import Planner
@@ -176,7 +176,7 @@ def pack_ms(requests: int) -> float:
     """The CUDA runner's packing of a step of so many requests, each with one row; median."""
     bucket = next(b for b in BUCKETS if b >= requests)
     shape = attention_shape(32, 8, 128, BLOCK)
-    planner = Planner(shape, SMS * shape.large.per_sm, PARTIALS)
+    planner = Planner(shape, SMS * shape.large.per_sm, PARTIALS, PARTIAL_TOKENS)
     layout = Layout(bucket, bucket + PARTIALS, bucket * 64)
     packer, flat = StepPacker(layout, planner, BLOCK), np.zeros(layout.total, np.int32)
     tokens = list(range(1024))

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE = 16
+TILE = 8
+FUTURE = torch.ones(TILE, TILE, dtype=torch.bool).triu(1)
+"""Keys of a row's own tile that lie ahead of it; no other keys do."""
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
@@ -71,30 +73,24 @@ def attention_tiled(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -
     in q's dtype."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
-    first, last = start // TILE, (start + rows - 1) // TILE
     keys = k.float().permute(1, 2, 0)  # [Hk, D, S]; the strides do not depend on S
     values = v.float().nan_to_num_(0.0, 0.0, 0.0).permute(1, 0, 2)  # [Hk, S, D]
-    padded = torch.zeros((last - first + 1) * TILE, heads, dim)
-    padded[start - first * TILE : start - first * TILE + rows] = q.float() * scale
-    out = []
-    for j in range(first, last + 1):
-        tile = padded[(j - first) * TILE : (j - first + 1) * TILE]
-        grouped = (
-            tile.view(TILE, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-        )
-        out.append(_tile(grouped, keys, values, j, heads))
-    return torch.cat(out)[start - first * TILE :][:rows].to(q.dtype)
+    queries = (q.float() * scale).view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    out = torch.empty(rows, kv_heads, heads // kv_heads, dim)
+    for j in range(start // TILE, (start + rows - 1) // TILE + 1):
+        low, high = max(start, j * TILE), min(start + rows, (j + 1) * TILE)
+        tile = torch.zeros(kv_heads, heads // kv_heads, TILE, dim)
+        tile[:, :, low - j * TILE : high - j * TILE] = queries[:, :, low - start : high - start]
+        mixed = _tile(tile, keys, values, j)[:, :, low - j * TILE : high - j * TILE]
+        out[low - start : high - start] = mixed.permute(2, 0, 1, 3)
+    return out.view(rows, heads, dim).to(q.dtype)
 
 
-def _tile(grouped: Tensor, keys: Tensor, values: Tensor, j: int, heads: int) -> Tensor:
-    """grouped [Hk, G * TILE, D] -> [TILE, Hq, D]."""
-    kv_heads, _, dim = grouped.shape
+def _tile(tile: Tensor, keys: Tensor, values: Tensor, j: int) -> Tensor:
+    """Tile j of the queries, [Hk, G, TILE, D] -> the same of the output."""
+    kv_heads, group, _, dim = tile.shape
     context = TILE * (j + 1)
-    scores = torch.bmm(grouped, keys[:, :, :context]).view(kv_heads, -1, TILE, context)
-    future = torch.ones(TILE, TILE, dtype=torch.bool).triu(
-        1
-    )  # only the tile's own keys can lie ahead of a row
-    scores[..., context - TILE :].masked_fill_(future, float("-inf"))
+    scores = torch.bmm(tile.view(kv_heads, -1, dim), keys[:, :, :context]).view(kv_heads, -1, TILE, context)
+    scores[..., context - TILE :].masked_fill_(FUTURE, float("-inf"))
     weights = scores.softmax(-1).view(kv_heads, -1, context)
-    mixed = torch.bmm(weights, values[:, :context])
-    return mixed.view(kv_heads, heads // kv_heads, TILE, dim).permute(2, 0, 1, 3).reshape(TILE, heads, dim)
+    return torch.bmm(weights, values[:, :context]).view(kv_heads, group, TILE, dim)

@@ -46,7 +46,9 @@ def flash_shape(heads: int, kv_heads: int, dim: int, block_size: int) -> Attenti
 class FlashOrderAttention(TritonAttention):
     """Provider `flash-order`: work items and plans of TritonAttention, another kernel."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device, partials: int = 1) -> None:
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, partials: int = 1, slots: int | None = None
+    ) -> None:
         super().__init__(shape, device, 1)  # nothing is split
         # rounded twice, as the library does: the scale to float32, then its product with log2 e
         self.scale = float(np.float32(float(np.float32(shape.dim**-0.5)) * LOG2_E))
@@ -66,7 +68,9 @@ class FlashOrderAttention(TritonAttention):
         )  # fmt: skip
 
 
-def make_attention(shape: AttentionShape, device: torch.device, partials: int = 512) -> TritonAttention:
-    """The provider that computes a shape's order."""
+def make_attention(
+    shape: AttentionShape, device: torch.device, partials: int = 512, slots: int | None = None
+) -> TritonAttention:
+    """The provider that computes a shape's order. partials, slots: as of TritonAttention."""
     make = FlashOrderAttention if shape.order == "flash" else TritonAttention
-    return make(shape, device, partials)
+    return make(shape, device, partials, slots)

@@ -31,8 +31,6 @@ class CPURunner:
         attention: StepAttention = attention_step,
         sampler: StepSampler = sample_step,
     ) -> None:
-        if TILE % kv.block_size:
-            raise ValueError(f"verifier.block_size must divide {TILE} on CPU, got {kv.block_size}")
         self.model, self.ops, self.kv, self.buckets = model, ops, kv, buckets
         self._attention, self._sampler = attention, sampler
 
@@ -93,6 +91,7 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
 def _padded_table(s: SequenceRows, block_size: int) -> Tensor:
     """The blocks up to the end of the last row's tile; missing ones repeat the last block (they are
     masked)."""
-    needed = -(-(s.start + s.count) // TILE) * (TILE // block_size)
+    last = -(-(s.start + s.count) // TILE) * TILE
+    needed = -(-last // block_size)
     table = s.block_table[:needed]
     return torch.tensor(table + table[-1:] * (needed - len(table)))

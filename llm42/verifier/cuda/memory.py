@@ -14,14 +14,12 @@ import torch
 from llm42.config import Settings
 from llm42.models.config import ModelConfig
 from llm42.models.weights import LoadedModel
-from llm42.verifier.cuda.runner import PARTIALS, OutOfDeviceMemory
+from llm42.verifier.cuda.runner import PARTIAL_TOKENS, OutOfDeviceMemory
 from llm42.verifier.cuda.sampler import ROWS_AT_ONCE
 
 log = logging.getLogger(__name__)
 GRAPHS = 1 << 30
 """Bytes of the driver for some 140 CUDA graphs, and what the allocator wastes. An allowance, not measured."""
-TALLEST = 128
-"""Query rows of attention's highest tile."""
 SORT = 96
 """Bytes for each logit of the rows that are restricted together: values, order, weights, their sums and the
 sort's own copies (kernels/llm42_kernels/sampling.py)."""
@@ -52,7 +50,7 @@ def step_bytes(config: ModelConfig, rows: int, max_len: int, block_size: int, it
     row = 6 * c.hidden_size + (3 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size
     logits = 3 * 4 * c.vocab_size  # float32, once more where they are rounded, and counts for penalties
     tables = 4 * -(-max_len // block_size)
-    partials = 4 * PARTIALS * TALLEST * c.num_heads * (c.head_dim + 2)
+    partials = 4 * PARTIAL_TOKENS * c.num_heads * (c.head_dim + 2)
     return rows * (row * itemsize + logits + tables) + partials + ROWS_AT_ONCE * c.vocab_size * SORT + GRAPHS
 
 

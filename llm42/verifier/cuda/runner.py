@@ -37,7 +37,9 @@ from llm42_kernels.operators import Operators
 from llm42_kernels.sampling import RowStats, row_stats
 
 VARIANTS = ("L", "S", "LS", "Lc", "Sc", "LSc")
-PARTIALS = 256
+PARTIALS, PARTIAL_TOKENS = 1024, 8192
+"""Pieces of split contexts in a step, and their tokens. So many pieces split the contexts of 16 requests of 32k
+tokens; more requests fill the device unsplit."""
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -83,7 +85,7 @@ class CudaRunner:
         device = kv.keys.device
         self.stream = torch.cuda.Stream(device)
         with memory_advice(), torch.cuda.stream(self.stream), torch.inference_mode():
-            attention = make_attention(self.shape, device, PARTIALS)
+            attention = make_attention(self.shape, device, PARTIALS, PARTIAL_TOKENS)
             per_row = -(-max_len // kv.block_size)
             layouts = {b: Layout(b, b + PARTIALS, b * per_row) for b in buckets}
             self._packers = {b: StepPacker(x, attention.planner, kv.block_size) for b, x in layouts.items()}
