@@ -190,8 +190,9 @@ def test_control_a_token_is_not_counted(runner: CudaRunner, monkeypatch: pytest.
     """Negative control of penalties: what is fed is counted as if it were always the same id."""
     add = Tallies._add
     monkeypatch.setattr(Tallies, "_add", lambda self, rows, ids: add(self, rows, ids * 0))
-    repeats = SamplingParams(frequency_penalty=2.0, logit_bias=((5, 90.0), (6, 89.0)))  # 5, 6, 5, ... if counted
-    verifier, params = _verifier(runner), repeats
+    # 5, 6, 5, ... if they are counted
+    params = SamplingParams(frequency_penalty=2.0, logit_bias=((5, 90.0), (6, 89.0)))
+    verifier = _verifier(runner)
     readers = [Reader(verifier, i, params) for i in range(4)]
     _run(verifier)
     monkeypatch.undo()

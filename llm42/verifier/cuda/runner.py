@@ -38,8 +38,8 @@ from llm42_kernels.sampling import RowStats, row_stats
 
 VARIANTS = ("L", "S", "LS", "Lc", "Sc", "LSc")
 PARTIALS, PARTIAL_TOKENS = 1024, 8192
-"""Pieces of split contexts in a step, and their tokens. So many pieces split the contexts of 16 requests of 32k
-tokens; more requests fill the device unsplit."""
+"""Pieces of split contexts in a step, and their tokens. So many pieces split the contexts of 16 requests of
+32k tokens; more requests fill the device unsplit."""
 
 
 class OutOfDeviceMemory(RuntimeError):
