@@ -14,13 +14,14 @@ import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from llm42.api import asgi
 from llm42.api.app import create_app
 from llm42.api.requests import ChatBody, CompletionBody
 from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import JSON, SETTINGS, Scripted, assert_error, chat, client, completion, hello
-from tests.support import PATIENCE_S, until
+from tests.support import PATIENCE_S, Clock, until
 
 
 def scope_of(path: str) -> dict[str, Any]:
@@ -73,8 +74,11 @@ async def test_half_a_body_is_waited_for_only_so_long(tokenizer: Tokenizer) -> N
     assert backend.requests == []
 
 
-async def test_the_body_s_deadline_does_not_end_an_answer(tokenizer: Tokenizer) -> None:
+async def test_the_body_s_deadline_does_not_end_an_answer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Control for the above: an answer that takes longer than the deadline arrives."""
+    monkeypatch.setattr(asgi, "time", Clock())  # the body is there before any time has passed
 
     async def slow(request: Request) -> AsyncGenerator[Delta, None]:
         await asyncio.sleep(0.5)

@@ -136,7 +136,6 @@ def test_control_an_engine_that_takes_the_abort_for_an_end_is_noticed(make: Make
     assert clients["held"].error is None
 
 
-@pytest.mark.usefixtures("awake")
 def test_a_vllm_that_says_nothing_is_a_dead_engine(make: Make) -> None:
     scene = make(vllm={"stall_s": 2.0})
     clients = [scene.submit(request_of("runs"), 64), scene.submit(request_of("best", deterministic=False))]
