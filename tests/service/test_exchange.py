@@ -92,7 +92,8 @@ async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.Mon
 
 
 async def test_control_answers_out_of_order() -> None:
-    found = [(await played(seed=seed, fates=("good", "slow"), kind=InAnyOrder))[0] for seed in range(8)]
+    fates = ("good", "slow")
+    found = [(await played(8, 1.0, seed=seed, fates=fates, kind=InAnyOrder))[0] for seed in range(8)]
     assert any("window" in n for noticed in found for n in noticed)
 
 

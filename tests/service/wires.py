@@ -124,7 +124,7 @@ class Transport:
     under_way: int = 0
     most: int = 0
     losses: int = 0
-    """One after the other, up to now."""
+    """Since the last answer that was carried."""
     others: list[asyncio.Task[Down]] = field(default_factory=list)
 
     async def __call__(self, up: Up) -> Down:
@@ -132,14 +132,16 @@ class Transport:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
-            return await self._carry(up, self._fate())
+            answer = await self._carry(up, self._fate())
+            self.losses = 0
+            return answer
         finally:
             self.under_way -= 1
 
     def _fate(self) -> str:
         """Never a third loss after two: after some more the verifier would rightly count as dead."""
         fate = self.rng.choice(self.fates) if self.losses < 2 else "good"
-        self.losses = self.losses + 1 if fate in ("unsent", "lost") else 0
+        self.losses += fate in ("unsent", "lost")
         return fate
 
     async def _carry(self, up: Up, fate: str) -> Down:
