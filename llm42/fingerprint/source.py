@@ -54,6 +54,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42_serve/replica/admission.py": _REFUSES,
     "llm42_serve/replica/spot_check.py": _COMPARES,
     "llm42_serve/replica/supervisor_link.py": _STARTS,
+    "llm42_serve/verifiers/load.py": _REFUSES,
     "llm42_serve/verifiers/names.py": _STARTS,
     "llm42_serve/verifiers/scaling.py": _STARTS,
     "llm42_serve/verifiers/supervisor.py": _STARTS,

@@ -80,6 +80,11 @@ class Front(ABC):
         return self._pool.num_blocks * self._pool.block_size
 
     @property
+    def kv_used_tokens(self) -> int:
+        """What live requests hold of it, in tokens."""
+        return self._pool.held * self._pool.block_size
+
+    @property
     def stalled_s(self) -> float:
         """How long the present step has been running, in seconds; 0.0 while there is nothing to do."""
         since = self._working_since

@@ -61,6 +61,11 @@ class Verifier(Admission):
         """Called with the seconds of each step, on the step thread; must not raise."""
 
     @property
+    def places(self) -> int:
+        """Rows of the largest step: one for each request that is decoded, a few for a window."""
+        return self._buckets[-1]
+
+    @property
     def fingerprint(self) -> str:
         """What every commit names, of both ways. Set before the start."""
         return self._followers.outbox.fingerprint

@@ -42,6 +42,8 @@ class Actor:
         self.healthy, self.windows, self.queue_s, self.waiting = True, 0, 0.0, 0
         self.state: State = "ready"
         self.asked = 0
+        self.work: dict[str, Any] = {}
+        """What else it says of itself."""
         self.broken: Exception | None = None
         self.answering = asyncio.Event()
         """Not set: it has hung."""
@@ -63,7 +65,7 @@ class Actor:
 
     def said(self) -> VerifierStatus:
         counters = (self.windows, self.queue_s, self.waiting, 0)
-        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters)
+        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters, **self.work)
 
     def _verify_cold(self, windows: list[Window]) -> list[Commit]:
         return [answer(w, self.off, self.fingerprint) for w in windows]

@@ -104,6 +104,28 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
     made._task.cancel()
 
 
+@pytest.mark.parametrize("work", [{"direct": 95}, {"kv_used": 950, "direct": 1}, {"step_s": 9.0, "direct": 1}])
+async def test_it_scales_by_the_work_of_long_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]
+) -> None:
+    """No window is answered and none waits. The control: with little work there is one verifier."""
+    from llm42_serve.verifiers import scaling
+
+    monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
+    made = await started(cluster, verifiers=1, max_verifiers=2)
+    (first,) = cluster.actors.values()
+    first.work = {"places": 100, "kv_tokens": 1000, "direct": 50, "kv_used": 500}
+    await asyncio.sleep(0.3)
+    assert made._scaler.wanted == 1
+    first.work |= work
+    await until(lambda: cluster.created == 2)
+    await asyncio.sleep(0.5)  # longer than scale_down_s
+    assert made._scaler.wanted == 2, "the other one has nothing to do, and would be too little"
+    first.work = {}
+    await until(lambda: made._scaler.wanted == 1)
+    made._task.cancel()
+
+
 async def test_without_replicas_the_supervisor_ends(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

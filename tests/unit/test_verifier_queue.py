@@ -64,6 +64,21 @@ def test_releases_are_no_windows() -> None:
     assert verifier.stats().waiting == 0
 
 
+def test_requests_that_run_are_no_windows() -> None:
+    """However many are decoded, or wait for KV after they have begun: `max_waiting` is for who comes."""
+    verifier, heard = verifier_of(max_waiting=1), list[Any]()
+    for name in "abc":
+        verifier.follow(Window(name, (1, 2), 1, (), SamplingParams(), credit=20, max_len=30), heard.append)
+        verifier.step()
+        verifier.step()
+    assert len(verifier._followers.running) == 3
+    assert verifier._followers.preempt_youngest() is not None
+    assert len(verifier._followers.resuming) == 1
+    verifier.submit(window_of("d", 1, 2))
+    with pytest.raises(Overloaded):  # the control: who comes is counted
+        verifier.submit(window_of("e", 1, 2))
+
+
 def test_a_refused_window_takes_no_place() -> None:
     verifier = verifier_of(max_waiting=1)
     for _ in range(3):

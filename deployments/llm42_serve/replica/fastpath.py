@@ -27,14 +27,15 @@ from llm42_serve.ray_metrics import RayMetrics
 from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import node_id
+from llm42_serve.verifiers.load import Limits
 
 REPORT_S = 1.0
 
 
 def admission_for(settings: Settings) -> Admission:
     """As many places as are decoded together; the rest waits outside, by class."""
-    engine, server, queue_s = settings.engine, settings.server, settings.verifier.target_queue_s
-    limits = (server.max_queued, server.deterministic_share, queue_s)
+    engine, server = settings.engine, settings.server
+    limits = (server.max_queued, server.deterministic_share, Limits.of(settings.verifier))
     return Admission(engine.places, *limits, all_verified=not engine.decodes)
 
 
@@ -49,7 +50,8 @@ class FastPath:
         self._metrics = RayMetrics(m.Scope.REPLICA, in_replica=True, model=model.name)
         self._replica, self._served = serve.get_replica_context().replica_tag, 0
         self._admission = admission_for(self._settings)
-        self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
+        admission = self._admission
+        self._pool = VerifierPool(self._settings, self._metrics, admission.observe, admission.look)
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
         self._facts = request_facts(self._settings, self._generator.tokenizer)

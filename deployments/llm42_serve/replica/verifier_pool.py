@@ -27,6 +27,7 @@ from llm42_serve.replica.following import Following
 from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
+from llm42_serve.verifiers.load import Limits, Load
 from llm42_serve.verifiers.names import get_actor
 from llm42_serve.verifiers.supervisor import MemberInfo
 
@@ -42,11 +43,17 @@ class VerifierPool:
     """A `VerifierClient` over the actors. One per fast-path replica; belongs to its event loop."""
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, observe: Callable[[float], None] = lambda _: None
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        observe: Callable[[float], None] = lambda _: None,
+        look: Callable[[Load], None] = lambda _: None,
     ) -> None:
         """observe: is told how long each committed window waited for its verifier, in seconds; infinity for
-        one that was refused because too many waited."""
-        self._settings, self._metrics, self._observe = settings, metrics, observe
+        one that was refused because too many waited. look: is told the load of those that are ready, at each
+        look."""
+        self._settings, self._metrics, self._observe, self._look_at = settings, metrics, observe, look
+        self._limits = Limits.of(settings.verifier)
         self._model_identity = sampled_identity(settings.model.path)
         self.members: list[Member] = []
         self.fingerprint: str | None = None
@@ -203,11 +210,13 @@ class VerifierPool:
         return member
 
     def _choose(self, window: Window) -> Member | None:
-        """The one that the prefix prefers, unless it is busy; then the idlest."""
+        """The one that the prefix prefers, unless it is busy; then the idlest. One that has just failed a request,
+        or has more to do than it should, whoever it is for, only where there is no other."""
         now, candidates = time.monotonic(), self.ready
         if not candidates:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
+        candidates = [m for m in candidates if not self._crowded(m)] or candidates
         known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
         if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
             known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
@@ -217,11 +226,16 @@ class VerifierPool:
             return min(candidates, key=lambda m: m.in_flight)
         return next(m for m in candidates if m.name == first)
 
+    def _crowded(self, member: Member) -> bool:
+        return member.status is not None and self._limits.crowded(Load.of([member.status]))
+
     async def _watch(self) -> None:
         while True:
             try:
                 await self.refresh()
                 self._metrics.set(VERIFIERS_READY, len(self.ready))
+                if self.ready:
+                    self._look_at(Load.of(m.status for m in self.ready if m.status))
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
             await asyncio.sleep(WATCH_S)

@@ -23,6 +23,7 @@ from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
 from llm42.verifier.scheduler import Verifier
 from llm42_serve.ray_metrics import actor_metrics
+from llm42_serve.verifiers.load import StepTime
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up
 
@@ -57,6 +58,14 @@ class VerifierStatus:
     """What its manifest says of the request side (llm42/fingerprint/request.py), when it is ready."""
     kv_tokens: int = 0
     """Its KV cache, in tokens, when it is ready; 0 of a release that did not say."""
+    direct: int = 0
+    """Requests that it decodes by itself: each takes a row of every step."""
+    places: int = 0
+    """Rows of its largest step; 0 of a release that did not say."""
+    kv_used: int = 0
+    """KV of live requests, in tokens."""
+    step_s: float = 0.0
+    """Mean seconds of its steps since the last call."""
 
 
 def node_id() -> str:
@@ -87,7 +96,7 @@ class VerifierActor:
         self._model_identity = model_identity
         self._verifier: Verifier | None = None
         self._boxes: Outboxes | None = None
-        self._failure, self._doing = "", "loading the model"
+        self._failure, self._doing, self._step_time = "", "loading the model", StepTime()
         self._renewed = time.monotonic()
         configure(self._settings.telemetry, "verifier")
         self._name = (ray.is_initialized() and ray.get_runtime_context().get_actor_name()) or "unnamed"
@@ -165,8 +174,14 @@ class VerifierActor:
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
         facts = self._verifier.manifest.get("request")
-        kv_tokens = self._verifier.kv_tokens
-        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, kv_tokens)
+        work = (
+            self._verifier.kv_tokens,
+            stats.following,
+            self._verifier.places,
+            self._verifier.kv_used_tokens,
+            self._step_time.mean_s(stats.steps, stats.step_s),
+        )
+        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, *work)
 
     async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:
         """Answers in order, everything computed anew (audits). Pure, so a caller may repeat it. Raises

@@ -1,11 +1,14 @@
-"""How many verifiers are wanted: more while windows wait too long, fewer after a quiet time. No clocks."""
+"""How many verifiers are wanted: more while they have too much to do, or let windows wait too long, fewer
+after a time in which one fewer would have been enough. No clocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llm42_serve.verifiers.load import Limits, Load
+
 LOOKS_UP = 3
-"""A long queue must be seen this many times in a row: one burst is no reason to load a model."""
+"""Too much work must be seen this many times in a row: one burst is no reason to load a model."""
 SETTLE_S = 20.0
 """After a change the next one waits until the new verifier can have made a difference."""
 
@@ -16,7 +19,7 @@ class Scaler:
 
     least: int
     most: int
-    target_queue_s: float
+    limits: Limits
     scale_down_s: float
     wanted: int = 0
     _high: int = 0
@@ -27,11 +30,11 @@ class Scaler:
         self.most = max(self.least, self.most)
         self.wanted = self.least
 
-    def look(self, now: float, queue_s: float, busy: bool, ready: int) -> int:
-        """One look. queue_s: mean time that windows waited since the last look; busy: whether any window was
-        answered or waits; ready: verifiers that can answer. Returns how many are wanted."""
-        self._high = self._high + 1 if queue_s > self.target_queue_s else 0
-        if busy and queue_s > self.target_queue_s / 4:
+    def look(self, now: float, load: Load, ready: int) -> int:
+        """One look. load: of the verifiers that can answer, with the time that windows waited since the last
+        look; ready: how many these are. Returns how many are wanted."""
+        self._high = self._high + 1 if self.limits.exceeded(load) else 0
+        if not self.limits.fit_fewer(load, ready):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now

@@ -28,6 +28,7 @@ from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure, event
 from llm42_serve.ray_metrics import actor_metrics
 from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.load import Limits, Load
 from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
 from llm42_serve.verifiers.scaling import Scaler
 from llm42_serve.verifiers.watch import Watched
@@ -80,9 +81,8 @@ class Supervisor:
         self._lease_s, self._renewed = lease_s or watch.lease_s / 2, time.monotonic()
         self._pause_s = min(WATCH_S, self._lease_s / 4)
         server, verifier = self._settings.server, self._settings.verifier
-        self._scaler = Scaler(
-            server.verifiers, server.max_verifiers, verifier.target_queue_s, verifier.scale_down_s
-        )
+        most, limits = server.max_verifiers, Limits.of(verifier)
+        self._scaler = Scaler(server.verifiers, most, limits, verifier.scale_down_s)
         self._watched = [
             Watched(name, watch) for name in verifier_names(self._settings, model_identity, self._scaler.most)
         ]
@@ -250,7 +250,7 @@ class Supervisor:
 
     def _scale(self) -> None:
         windows = queue_s = 0.0
-        busy, ready = False, 0
+        ready: list[VerifierStatus] = []
         for watched in self._wanted:
             status = watched.status
             if status is None or status.state != "ready":
@@ -258,13 +258,13 @@ class Supervisor:
             before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
             windows += status.windows - before.get("windows", status.windows)
             queue_s += status.queue_s - before.get("queue_s", status.queue_s)
-            busy |= status.waiting + status.active > 0
-            ready += 1
+            ready.append(status)
         was = self._scaler.wanted
-        mean = queue_s / windows if windows > 0 else 0.0
-        wanted = self._scaler.look(time.monotonic(), mean, busy or windows > 0, ready)
+        load = Load.of(ready, queue_s / windows if windows > 0 else 0.0)
+        load = replace(load, busy=load.busy or windows > 0)
+        wanted = self._scaler.look(time.monotonic(), load, len(ready))
         if wanted != was:
-            log.info("verifiers wanted: %d instead of %d (mean queue %.2f s)", wanted, was, mean)
+            log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, load)
 
     def _report(self) -> None:
         published = [self._published(w) for w in self._wanted]
