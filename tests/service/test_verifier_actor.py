@@ -17,7 +17,8 @@ from llm42_serve.verifiers.actor import VerifierActor
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    return SimpleNamespace(fingerprint="a", manifest={}, kv_tokens=4096, **{**usual, **parts})
+    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128}
+    return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
 
 
 @pytest.mark.parametrize("lost", [{"alive": False}, {"stalled_s": verifier_actor.STALLED_S + 1}])
@@ -44,6 +45,19 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
         task.cancel()
 
 
+async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = VerifierStats(following=7, active=2, waiting=1, steps=10, step_s=1.0)
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: counted))
+    actor = VerifierActor(Settings().model_dump(mode="json"))
+    while (status := await actor.status()).state != "ready":
+        await asyncio.sleep(0.02)
+    assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
+    counted.steps, counted.step_s = 12, 2.0
+    assert (await actor.status()).step_s == 0.5, "of the last steps"
+    for task in actor._tasks:
+        task.cancel()
+
+
 async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
@@ -65,7 +79,7 @@ async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytes
         await asyncio.sleep(0.02)
     assert ("failed", True) in states
     status = await actor.status()
-    assert (status.fingerprint, status.kv_tokens) == ("a", 4096)
+    assert (status.fingerprint, status.kv_tokens, status.kv_used, status.places) == ("a", 4096, 96, 128)
     for task in actor._tasks:
         task.cancel()
 
