@@ -18,7 +18,6 @@ from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.load import Limits, Load, StepTime
 from llm42_serve.verifiers.scaling import LOOKS_UP, SETTLE_S, Scaler
 
-
 LIMITS = Limits(share=0.9, step_s=1.0, queue_s=0.5)
 CROWDED = {
     "places": Load(places=0.95, busy=True),

@@ -96,7 +96,7 @@ def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> No
 
 @pytest.mark.parametrize("crowded", [{"direct": 95}, {"kv_used": 950}, {"step_s": 9.0, "direct": 1}, {}])
 def test_a_verifier_with_too_much_to_do_is_passed_over(crowded: dict[str, Any]) -> None:
-    """Whoever it is for: this replica has nothing there. The control: without too much, the prefix decides."""
+    """Whoever it is for: this replica has nothing there. The control, {}: then the prefix decides."""
     pool = pool_of(*[("ready", "a")] * 4)
     first = pool._choose(window(1, 2, 3))
     assert first is not None

@@ -105,7 +105,9 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
     made._task.cancel()
 
 
-@pytest.mark.parametrize("work", [{"direct": 95}, {"kv_used": 950, "direct": 1}, {"step_s": 9.0, "direct": 1}])
+@pytest.mark.parametrize(
+    "work", [{"direct": 95}, {"kv_used": 950, "direct": 1}, {"step_s": 9.0, "direct": 1}]
+)
 async def test_it_scales_by_the_work_of_long_answers(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]
 ) -> None:

@@ -210,8 +210,8 @@ class VerifierPool:
         return member
 
     def _choose(self, window: Window) -> Member | None:
-        """The one that the prefix prefers, unless it is busy; then the idlest. One that has just failed a request,
-        or has more to do than it should, whoever it is for, only where there is no other."""
+        """The one that the prefix prefers, unless it is busy; then the idlest. One that has just failed a
+        request, or has more to do than it should, whoever it is for, only where there is no other."""
         now, candidates = time.monotonic(), self.ready
         if not candidates:
             return None
