@@ -221,7 +221,8 @@ def test_who_decodes_long_answers_is_not_given_up() -> None:
 
 def status(**said: Any) -> VerifierStatus:
     """Of a verifier of 100 rows and 1,000 tokens of KV."""
-    return VerifierStatus("ready", "a", **({"places": 100, "kv_tokens": 1000, "step_s": 0.01} | said))
+    usual: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "step_s": 0.01}
+    return VerifierStatus("ready", "a", **(usual | said))
 
 
 def test_the_work_of_verifiers_together() -> None:

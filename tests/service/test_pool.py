@@ -100,7 +100,7 @@ def test_a_verifier_with_too_much_to_do_is_passed_over(crowded: dict[str, Any]) 
     pool = pool_of(*[("ready", "a")] * 4)
     first = pool._choose(window(1, 2, 3))
     assert first is not None
-    roomy = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
+    roomy: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
     first.status = VerifierStatus("ready", "a", **(roomy | crowded))
     assert (pool._choose(window(1, 2, 3)) is first) == (not crowded)
     for member in pool.members:
@@ -113,8 +113,8 @@ async def test_each_look_tells_the_load_of_those_that_are_ready(monkeypatch: pyt
     seen: list[Load] = []
     pool = pool_of(("ready", "a"), ("starting", None))
     pool._look_at = seen.append
-    work = {"direct": 5, "places": 10, "kv_tokens": 100, "kv_used": 20, "step_s": 0.5}
-    pool.members[0].status = VerifierStatus("ready", "a", **work)  # type: ignore[arg-type]
+    work: dict[str, Any] = {"direct": 5, "places": 10, "kv_tokens": 100, "kv_used": 20, "step_s": 0.5}
+    pool.members[0].status = VerifierStatus("ready", "a", **work)
     pool._supervisor.handle = Published(pool)
     pool.start()
     await asyncio.sleep(0.2)
