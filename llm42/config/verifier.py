@@ -52,17 +52,18 @@ class VerifierSettings(Section):
     """Seconds that windows may wait. Beyond it replicas admit less, and verifiers are added
     (server.max_verifiers)."""
     target_load: PositiveShare = 0.9
-    """Share of the verifiers' places (requests that they decode and windows, against the rows of the largest
-    step) and of their KV that may be in use. Beyond it replicas admit nobody who needs a verifier, and
-    verifiers are added."""
+    """Share of a verifier's places (requests that it decodes by itself, against the rows of its largest step)
+    and of its KV that may be in use. Beyond it new requests go to others; where it is so with all, replicas
+    admit nobody else who needs one (but one at a time each), and verifiers are added."""
     target_step_s: PositiveFloat = Field(5.0, json_schema_extra=or_null)
-    """Seconds that a verifier's step may take on average: a request that is decoded directly gets a token per
-    step. Beyond it, as with target_load. null: by model.device, 5 on a CPU, 0.25 on a GPU."""
+    """Seconds that a verifier's steps may take on average in which several requests are decoded: each gets a
+    token per step. Beyond it, as with target_load, unless less than a quarter of the places and of the KV is
+    in use. null: by model.device, 5 on a CPU, 0.25 on a GPU."""
     idle_s: PositiveFloat = 120.0
     """KV of a request that has sent no window for so many seconds is freed (its replica may have died)."""
     scale_down_s: PositiveFloat = 120.0
     """An added verifier is given up after so many seconds in which the others could have done its work too,
-    within these targets."""
+    well within these targets. It goes on with the requests that it has."""
     audit_share: Share = 0.01
     """This share of the computed rows is computed again by another verifier, from a cold cache, and compared
     bit by bit: with this probability a window alone, or the whole of an answer that a verifier decoded by

@@ -52,6 +52,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42_serve/ingress/proxy_replies.py": "what is said where the application is not there",
     "llm42_serve/ingress/router.py": "which replica answers, which may be any",
     "llm42_serve/replica/admission.py": _REFUSES,
+    "llm42_serve/replica/crowding.py": _REFUSES,
     "llm42_serve/replica/spot_check.py": _COMPARES,
     "llm42_serve/replica/supervisor_link.py": _STARTS,
     "llm42_serve/verifiers/load.py": _REFUSES,

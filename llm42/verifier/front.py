@@ -45,6 +45,8 @@ class Front(ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._working_since: float | None = None
+        self._evictable = 0
+        """Blocks that only idle requests held, when that was last counted."""
         self._settled = -math.inf
         """When a step was last completed."""
 
@@ -81,8 +83,9 @@ class Front(ABC):
 
     @property
     def kv_used_tokens(self) -> int:
-        """What live requests hold of it, in tokens."""
-        return self._pool.held * self._pool.block_size
+        """What is held of it and cannot be evicted, in tokens. What can be is counted with `forget_idle`."""
+        evictable = self._evictable if self._store.idle else 0
+        return max(0, self._pool.held - evictable) * self._pool.block_size
 
     @property
     def stalled_s(self) -> float:
@@ -177,5 +180,8 @@ class Front(ABC):
         s.waiting, s.active = self._queued, len(self._active)
         s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
         s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
-        s.following = len(self._followers.running)
+        followers = self._followers
+        s.following = len(followers.running)
+        begun = sum(job.follower is not None for job in list(self._active))
+        s.direct = s.following + len(followers.resuming) + len(followers.fresh) + begun
         return s

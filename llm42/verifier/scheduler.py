@@ -62,7 +62,7 @@ class Verifier(Admission):
 
     @property
     def places(self) -> int:
-        """Rows of the largest step: one for each request that is decoded, a few for a window."""
+        """Rows of the largest step: as many requests can be decoded in each."""
         return self._buckets[-1]
 
     @property
@@ -150,6 +150,9 @@ class Verifier(Admission):
         stats.step_s += seconds
         self.on_step(seconds)
         decoding = len(flight.decodes)
+        if decoding:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
         self._followers.settle(flight.decodes, results[:decoding])
         for (job, count), sampled in zip(flight.plan, results[decoding:], strict=True):
             if job.abandoned:
@@ -180,6 +183,7 @@ class Verifier(Admission):
         elif isinstance(message, float):
             self._store.release_older(message)
             self._followers.forget_older(message)
+            self._evictable = self._store.evictable
         elif isinstance(message, str):
             self._followers.release(message)
             self._store.release(message)

@@ -3,9 +3,8 @@
 A free place goes to the class that uses less of its share, so neither class waits behind the other. How many
 deterministic requests run follows the verifiers: the limit falls by a part when windows wait too long for a
 verifier and rises by one per round of commits that did not (additive increase, multiplicative decrease; Chiu
-and Jain 1989). While they have more to do than they should (places, KV, the time of a step), whoever it is
-for, nobody follows who ends. So no more deterministic work is admitted than the verifiers sustain; the rest
-waits here.
+and Jain 1989). While each of them has too much to do (places, KV, the time of a step), whoever it is for,
+nobody starts. So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
 Where verifiers decode everything, the limit is one for both classes together.
 """
 
@@ -19,14 +18,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from llm42.errors import Overloaded
-from llm42_serve.verifiers.load import Limits, Load
 
 DECREASE = 0.7
 DECREASE_EVERY_S = 1.0
-RAISE = 0.1
-"""Of the limit, and one at least: by so much it rises with each look at verifiers that have room."""
-RAISE_AFTER_S = 5.0
-"""Not so soon after windows have waited too long, whatever the verifiers were short of."""
+REOPEN = 1 / 32
+"""Of the places, and one at least: so many more may run with each look at verifiers that have room again."""
 
 
 @dataclass(slots=True)
@@ -46,21 +42,21 @@ class Admission:
         places: int,
         max_queued: int,
         deterministic_share: float,
-        limits: Limits,
+        target_queue_s: float,
         clock: Callable[[], float] = time.monotonic,
         all_verified: bool = False,
     ) -> None:
         """places: requests that may run; max_queued: requests of one class that may wait. all_verified: the
         verifiers are asked for best effort too."""
-        self.places, self.max_queued, self._limits = places, max_queued, limits
+        self.places, self.max_queued, self._target_queue_s = places, max_queued, target_queue_s
         rest = max(1e-6, 1.0 - deterministic_share)
         self.classes = {True: Class(deterministic_share), False: Class(rest)}
         self._limited = (True, False) if all_verified else (True,)
         """The classes that verifiers are asked for."""
         self.deterministic_limit = float(places)
         self._clock, self._decreased = clock, float("-inf")
-        self._crowded = False
-        """Whether the verifiers had more to do than they should, at the last look."""
+        self._ceiling = float(places)
+        """0 while the verifiers have too much to do; then it rises."""
 
     @asynccontextmanager
     async def place(self, deterministic: bool) -> AsyncIterator[None]:
@@ -74,25 +70,27 @@ class Admission:
 
     def observe(self, queue_s: float) -> None:
         """A commit whose window waited `queue_s` seconds for its verifier."""
-        if queue_s <= self._limits.queue_s:
-            if not self._crowded:
-                self._raise(1.0 / max(1.0, self.deterministic_limit))
+        if queue_s <= self._target_queue_s:
+            self.deterministic_limit += 1.0 / max(1.0, self.deterministic_limit)
+            self.deterministic_limit = min(float(self.places), self.deterministic_limit)
+            self._hand_out()
         elif (now := self._clock()) - self._decreased >= DECREASE_EVERY_S:
             self._decreased = now
             self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, self._verified))
 
-    def look(self, load: Load) -> None:
-        """The verifiers' load of a moment ago. What runs goes on, and counts until it ends, however long that
-        is and however few windows it sends."""
-        self._crowded = self._limits.crowded(load)
-        if self._crowded:
-            self.deterministic_limit = max(1.0, min(self.deterministic_limit, self._verified - 1.0))
-        elif self._clock() - self._decreased >= RAISE_AFTER_S:
-            self._raise(max(1.0, RAISE * self.deterministic_limit))
+    def look(self, crowded: bool) -> None:
+        """Whether each verifier had too much to do, a moment ago. Then nobody starts but one where none runs;
+        what runs goes on. All that wait at once would be too much again, so they are let in by and by."""
+        if crowded:
+            self._ceiling = 0.0
+        elif self._ceiling < self.places:
+            self._ceiling = max(self._ceiling, self._verified) + max(1.0, REOPEN * self.places)
+            self._hand_out()
 
-    def _raise(self, by: float) -> None:
-        self.deterministic_limit = min(float(self.places), self.deterministic_limit + by)
-        self._hand_out()
+    @property
+    def limit(self) -> int:
+        """With fewer running requests that verifiers are asked for, one more may start."""
+        return max(1, int(min(self.deterministic_limit, self._ceiling)))
 
     async def _enter(self, deterministic: bool) -> None:
         mine = self.classes[deterministic]
@@ -117,7 +115,7 @@ class Admission:
     def _may_start(self, deterministic: bool) -> bool:
         if sum(c.running for c in self.classes.values()) >= self.places:
             return False
-        return deterministic not in self._limited or self._verified < max(1, int(self.deterministic_limit))
+        return deterministic not in self._limited or self._verified < self.limit
 
     @property
     def _verified(self) -> int:

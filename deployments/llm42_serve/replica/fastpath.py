@@ -27,15 +27,14 @@ from llm42_serve.ray_metrics import RayMetrics
 from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import node_id
-from llm42_serve.verifiers.load import Limits
 
 REPORT_S = 1.0
 
 
 def admission_for(settings: Settings) -> Admission:
     """As many places as are decoded together; the rest waits outside, by class."""
-    engine, server = settings.engine, settings.server
-    limits = (server.max_queued, server.deterministic_share, Limits.of(settings.verifier))
+    engine, server, queue_s = settings.engine, settings.server, settings.verifier.target_queue_s
+    limits = (server.max_queued, server.deterministic_share, queue_s)
     return Admission(engine.places, *limits, all_verified=not engine.decodes)
 
 
@@ -191,7 +190,7 @@ class FastPath:
             self._metrics.inc(m.PREEMPTIONS, load.preemptions - preempted)
             preempted = load.preemptions
             self._metrics.set(m.WAITING, load.waiting)
-            self._metrics.set(m.ADMITTED_LIMIT, self._admission.deterministic_limit)
+            self._metrics.set(m.ADMITTED_LIMIT, self._admission.limit)
             for deterministic, mode in zip((True, False), m.MODES, strict=True):
                 mine = self._admission.classes[deterministic]
                 self._metrics.set(m.RUNNING, mine.running, mode=mode)

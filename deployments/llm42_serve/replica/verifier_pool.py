@@ -23,11 +23,12 @@ from llm42.protocol import Commit, Failure, Window
 from llm42.session.interfaces import Sink
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
+from llm42_serve.replica.crowding import Crowding
 from llm42_serve.replica.following import Following
 from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
-from llm42_serve.verifiers.load import Limits, Load
+from llm42_serve.verifiers.load import Limits
 from llm42_serve.verifiers.names import get_actor
 from llm42_serve.verifiers.supervisor import MemberInfo
 
@@ -47,13 +48,13 @@ class VerifierPool:
         settings: Settings,
         metrics: Metrics,
         observe: Callable[[float], None] = lambda _: None,
-        look: Callable[[Load], None] = lambda _: None,
+        look: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """observe: is told how long each committed window waited for its verifier, in seconds; infinity for
-        one that was refused because too many waited. look: is told the load of those that are ready, at each
-        look."""
-        self._settings, self._metrics, self._observe, self._look_at = settings, metrics, observe, look
-        self._limits = Limits.of(settings.verifier)
+        one that was refused because too many waited. look: is told, with each news of the verifiers, whether
+        each that is ready has too much to do."""
+        self._settings, self._metrics, self._observe = settings, metrics, observe
+        self._crowding = Crowding(Limits.of(settings.verifier), look)
         self._model_identity = sampled_identity(settings.model.path)
         self.members: list[Member] = []
         self.fingerprint: str | None = None
@@ -216,7 +217,7 @@ class VerifierPool:
         if not candidates:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
-        candidates = [m for m in candidates if not self._crowded(m)] or candidates
+        candidates = [m for m in candidates if not self._crowding.excess(m)] or candidates
         known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
         if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
             known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
@@ -226,16 +227,14 @@ class VerifierPool:
             return min(candidates, key=lambda m: m.in_flight)
         return next(m for m in candidates if m.name == first)
 
-    def _crowded(self, member: Member) -> bool:
-        return member.status is not None and self._limits.crowded(Load.of([member.status]))
-
     async def _watch(self) -> None:
         while True:
             try:
-                await self.refresh()
+                try:
+                    await self.refresh()
+                finally:
+                    self._crowding.judge(self.ready)
                 self._metrics.set(VERIFIERS_READY, len(self.ready))
-                if self.ready:
-                    self._look_at(Load.of(m.status for m in self.ready if m.status))
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
             await asyncio.sleep(WATCH_S)
@@ -271,5 +270,5 @@ class VerifierPool:
         of_another = member.actor_id != info.actor_id
         out_of_date = asked_at <= member.failed_at
         useless = of_another or out_of_date or info.actor_id in self._condemned
-        member.status = None if useless else info.status
+        member.status, member.told_at = None if useless else info.status, asked_at
         return member

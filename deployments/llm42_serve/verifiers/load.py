@@ -1,84 +1,55 @@
-"""How much work verifiers have: places in their steps, KV, the time of a step, how long what is new waits.
+"""How much work verifiers have, and how much is too much: places in their steps, KV, the time of a step.
 
-A window takes part in a few steps, a request that is decoded directly in one after the other until it ends.
-So neither the number of windows nor their waiting says how much is being done.
+A window takes part in a few steps, and how long windows wait is measured (verifier.target_queue_s). A request
+that is decoded directly waits once, at its beginning, and then takes a row of every step until it ends: of
+these the work itself is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from llm42.config import VerifierSettings
 
+FEW = 0.25
+"""With less of its places and of its KV in use, the time of a verifier's steps is its device's, not too much
+work."""
+REST = 0.7
+"""When one is given up, the work may be this part of what the others should have at most: so that a little
+more does not call for it again."""
+
 
 class Work(Protocol):
-    """What a verifier says of itself (actor.py's VerifierStatus)."""
-
-    @property
-    def waiting(self) -> int:
-        """Windows that wait to be admitted."""
-
-    @property
-    def active(self) -> int:
-        """Windows that are being computed."""
+    """What a verifier says of itself (actor.py's VerifierStatus). One of a release that does not say how much
+    it can do (places and kv_tokens are 0) never has too much."""
 
     @property
     def direct(self) -> int:
-        """Requests that it decodes by itself."""
+        """Requests that it decodes by itself, those too that wait for KV or for their prompt's rows."""
 
     @property
     def places(self) -> int:
-        """Rows of its largest step; 0: it does not say."""
+        """Rows of its largest step."""
 
     @property
     def kv_used(self) -> int:
-        """KV of live requests, in tokens."""
+        """KV that cannot be evicted, in tokens."""
 
     @property
     def kv_tokens(self) -> int:
-        """All of its KV, in tokens; 0: it does not say."""
+        """All of its KV, in tokens."""
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step lately."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Of verifiers together. Shares may exceed 1: what waits counts as what is computed."""
-
-    places: float = 0.0
-    """Requests that are decoded and windows, waiting ones too, against the rows of the largest steps."""
-    kv: float = 0.0
-    """KV of live requests against the KV that there is."""
-    step_s: float = 0.0
-    """Mean seconds of a step, of the verifiers that have anything to do."""
-    queue_s: float = 0.0
-    """Mean seconds that windows waited; 0.0 where that is observed otherwise."""
-    busy: bool = False
-    """Whether anything is computed, or waits for it."""
-
-    @classmethod
-    def of(cls, verifiers: Iterable[Work], queue_s: float = 0.0) -> Load:
-        """The load of verifiers that are ready. One that does not say how much it can do counts as idle."""
-        told = [(v.waiting + v.active + v.direct, v) for v in verifiers]
-        places = [(work, v.places) for work, v in told if v.places]
-        kv = [(v.kv_used, v.kv_tokens) for _, v in told if v.kv_tokens]
-        steps = [v.step_s for work, v in told if work]
-        return cls(
-            _share(places),
-            _share(kv),
-            sum(steps) / len(steps) if steps else 0.0,
-            queue_s,
-            any(work for work, _ in told),
-        )
+        """Mean seconds of the last steps in which requests were decoded; 0.0 where none were."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the load: verifier.target_load, target_step_s and target_queue_s."""
+    """Of the work: verifier.target_load, target_step_s and target_queue_s."""
 
     share: float
     step_s: float
@@ -89,37 +60,47 @@ class Limits:
         """Those of the settings."""
         return cls(settings.target_load, settings.target_step_s, settings.target_queue_s)
 
-    def exceeded(self, load: Load) -> bool:
-        """Whether the verifiers should not have more to do than this."""
-        return self.crowded(load) or load.queue_s > self.queue_s
+    def excess(self, work: Work) -> tuple[str, ...]:
+        """Of what one verifier has too much, in words for a log. Neither a full step is too much, nor a slow
+        one of a single request, which has it for itself."""
+        found = []
+        if work.places and work.direct > math.ceil(self.share * work.places):
+            found.append("places")
+        if work.kv_tokens and work.kv_used > self.share * work.kv_tokens:
+            found.append("KV")
+        few = work.direct < FEW * work.places and work.kv_used < FEW * work.kv_tokens
+        if work.step_s > self.step_s and work.direct > 1 and work.places and not few:
+            found.append("step time")
+        return tuple(found)
 
-    def crowded(self, load: Load) -> bool:
-        """The same of the work alone."""
-        return load.places > self.share or load.kv > self.share or load.step_s > self.step_s
+    def crowded(self, verifiers: Sequence[Work]) -> bool:
+        """Whether each of them has too much to do, so that there is nowhere to go with more."""
+        return bool(verifiers) and all(self.excess(v) for v in verifiers)
 
-    def fit_fewer(self, load: Load, verifiers: int) -> bool:
-        """Whether the work of so many verifiers would leave one fewer of them with room."""
-        if not load.busy:
-            return True
-        if verifiers < 2 or load.queue_s > self.queue_s / 4 or load.step_s > self.step_s / 2:
+    def fit_fewer(self, verifiers: Sequence[Work], queue_s: float) -> bool:
+        """Whether all but the last could do the work of all, and more. queue_s: seconds that windows have
+        waited lately."""
+        others = verifiers[:-1]
+        direct, kv = sum(v.direct for v in verifiers), sum(v.kv_used for v in verifiers)
+        places, kv_tokens = sum(v.places for v in others), sum(v.kv_tokens for v in others)
+        most = REST * self.share
+        if queue_s > self.queue_s / 4 or direct > most * places or kv > most * kv_tokens:
             return False
-        return max(load.places, load.kv) * verifiers / (verifiers - 1) <= self.share
+        if direct < 2 or (direct < REST * FEW * places and kv < REST * FEW * kv_tokens):
+            return True
+        # a step of two steps' rows takes as long as both, at most
+        return sum(v.step_s for v in verifiers) <= REST * self.step_s * len(others)
 
 
 class StepTime:
-    """The mean time of the steps since it was asked for last; of the last ones where there was none."""
+    """The mean time of the steps that have ended since it was asked for last."""
 
     def __init__(self) -> None:
-        self._steps, self._seconds, self._mean = 0, 0.0, 0.0
+        self._steps, self._seconds = 0, 0.0
 
-    def mean_s(self, steps: int, seconds: float) -> float:
-        """steps, seconds: all so far."""
-        if steps > self._steps:
-            self._mean = (seconds - self._seconds) / (steps - self._steps)
-            self._steps, self._seconds = steps, seconds
-        return self._mean
-
-
-def _share(used: list[tuple[int, int]]) -> float:
-    total = sum(of for _, of in used)
-    return sum(part for part, _ in used) / total if total else 0.0
+    def mean_s(self, steps: int, seconds: float, present_s: float) -> float:
+        """steps, seconds: all so far. present_s: how long the present step has been running, 0.0 where none
+        is; that is the answer where no other has ended."""
+        ended, took = steps - self._steps, seconds - self._seconds
+        self._steps, self._seconds = steps, seconds
+        return took / ended if ended > 0 else present_s

@@ -1,11 +1,12 @@
-"""How many verifiers are wanted: more while they have too much to do, or let windows wait too long, fewer
+"""How many verifiers are wanted: more while each has too much to do, or they let windows wait too long, fewer
 after a time in which one fewer would have been enough. No clocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llm42_serve.verifiers.load import Limits, Load
+from llm42_serve.verifiers.load import Limits, Work
 
 LOOKS_UP = 3
 """Too much work must be seen this many times in a row: one burst is no reason to load a model."""
@@ -30,15 +31,17 @@ class Scaler:
         self.most = max(self.least, self.most)
         self.wanted = self.least
 
-    def look(self, now: float, load: Load, ready: int) -> int:
-        """One look. load: of the verifiers that can answer, with the time that windows waited since the last
-        look; ready: how many these are. Returns how many are wanted."""
-        self._high = self._high + 1 if self.limits.exceeded(load) else 0
-        if not self.limits.fit_fewer(load, ready):
+    def look(self, now: float, ready: Sequence[Work], queue_s: float = 0.0, coming: int = 0) -> int:
+        """One look. ready: the verifiers that can answer, of which the last would be given up; queue_s: mean
+        time that windows waited since the last look; coming: wanted verifiers that are not ready and may
+        still be. Returns how many are wanted."""
+        high = queue_s > self.limits.queue_s or self.limits.crowded(ready)
+        self._high = self._high + 1 if high else 0
+        if not self.limits.fit_fewer(ready, queue_s):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
-        if now - self._changed < SETTLE_S or ready < self.wanted:
+        if now - self._changed < SETTLE_S or coming:
             return self.wanted
         if self._high >= LOOKS_UP and self.wanted < self.most:
             self._change(now, 1)

@@ -28,7 +28,7 @@ from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure, event
 from llm42_serve.ray_metrics import actor_metrics
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.load import Limits, Load
+from llm42_serve.verifiers.load import Limits
 from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
 from llm42_serve.verifiers.scaling import Scaler
 from llm42_serve.verifiers.watch import Watched
@@ -250,21 +250,23 @@ class Supervisor:
 
     def _scale(self) -> None:
         windows = queue_s = 0.0
-        ready: list[VerifierStatus] = []
+        ready, coming = list[VerifierStatus](), 0
         for watched in self._wanted:
-            status = watched.status
+            status = self._published(watched)
             if status is None or status.state != "ready":
+                coming += status is None or status.state != "mixed"
                 continue
             before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
             windows += status.windows - before.get("windows", status.windows)
             queue_s += status.queue_s - before.get("queue_s", status.queue_s)
             ready.append(status)
         was = self._scaler.wanted
-        load = Load.of(ready, queue_s / windows if windows > 0 else 0.0)
-        load = replace(load, busy=load.busy or windows > 0)
-        wanted = self._scaler.look(time.monotonic(), load, len(ready))
+        mean = queue_s / windows if windows > 0 else 0.0
+        wanted = self._scaler.look(time.monotonic(), ready, mean, coming)
         if wanted != was:
-            log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, load)
+            excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in ready]
+            reason = f"mean queue {mean:.2f} s, too much of: {'; '.join(excess)}"
+            log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, reason)
 
     def _report(self) -> None:
         published = [self._published(w) for w in self._wanted]
