@@ -21,7 +21,6 @@ from llm42_serve.replica import verifier_pool
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers import names
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.load import Load
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
@@ -92,35 +91,6 @@ def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> No
     other = pool._choose(window(*prefix))
     assert other is not None
     assert other is not busy
-
-
-@pytest.mark.parametrize("crowded", [{"direct": 95}, {"kv_used": 950}, {"step_s": 9.0, "direct": 1}, {}])
-def test_a_verifier_with_too_much_to_do_is_passed_over(crowded: dict[str, Any]) -> None:
-    """Whoever it is for: this replica has nothing there. The control, {}: then the prefix decides."""
-    pool = pool_of(*[("ready", "a")] * 4)
-    first = pool._choose(window(1, 2, 3))
-    assert first is not None
-    roomy: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
-    first.status = VerifierStatus("ready", "a", **(roomy | crowded))
-    assert (pool._choose(window(1, 2, 3)) is first) == (not crowded)
-    for member in pool.members:
-        member.status = first.status
-    assert pool._choose(window(1, 2, 3)) is first, "all of them have"
-
-
-async def test_each_look_tells_the_load_of_those_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier_pool, "WATCH_S", 0.01)
-    seen: list[Load] = []
-    pool = pool_of(("ready", "a"), ("starting", None))
-    pool._look_at = seen.append
-    work: dict[str, Any] = {"direct": 5, "places": 10, "kv_tokens": 100, "kv_used": 20, "step_s": 0.5}
-    pool.members[0].status = VerifierStatus("ready", "a", **work)
-    pool._supervisor.handle = Published(pool)
-    pool.start()
-    await asyncio.sleep(0.2)
-    pool.close()
-    assert seen[-1].places == 0.5
-    assert (seen[-1].kv, seen[-1].step_s, seen[-1].busy) == (0.2, 0.5, True)
 
 
 async def test_the_watch_survives_a_failing_metrics_sink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.load import Limits
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
 from tests.service.stand_ins import answer
@@ -118,7 +117,7 @@ async def test_a_silent_verifier_is_avoided_also_when_the_window_had_waited_for_
 
 
 async def test_admission_hears_of_windows_that_were_refused() -> None:
-    admission = Admission(8, 8, 0.5, Limits(0.9, 1.0, 0.5))
+    admission = Admission(8, 8, 0.5, 0.5)
     pool = VerifierPool(Settings.load({"server": {"verifiers": 1}}), Metrics(), admission.observe)
     handle = Handle(Overloaded("full"))
     pool.members = [Member("verifier-0", "0", handle, VerifierStatus("ready", "a"))]

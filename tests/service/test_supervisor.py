@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
+from llm42_serve.verifiers import scaling
 from llm42_serve.verifiers import supervisor as module
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import Supervisor
@@ -83,8 +84,6 @@ async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
 
 
 async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm42_serve.verifiers import scaling
-
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
     made = await started(cluster, verifiers=1, max_verifiers=2)
 
@@ -105,27 +104,53 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
     made._task.cancel()
 
 
-@pytest.mark.parametrize(
-    "work", [{"direct": 95}, {"kv_used": 950, "direct": 1}, {"step_s": 9.0, "direct": 1}]
-)
-async def test_it_scales_by_the_work_of_long_answers(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, work: dict[str, Any]
-) -> None:
-    """No window is answered and none waits. The control: with little work there is one verifier."""
-    from llm42_serve.verifiers import scaling
+WORK: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 50, "kv_used": 500}
 
+
+async def looked(*actors: Actor, seconds: float = 0.0) -> None:
+    """So long, and until each has been asked ten times more."""
+    asked = [a.asked for a in actors]
+    await asyncio.sleep(seconds)
+    await until(lambda: all(a.asked >= n + 10 for a, n in zip(actors, asked, strict=True)))
+
+
+@pytest.mark.parametrize("more", [{"direct": 95}, {"kv_used": 950}, {"step_s": 9.0}])
+async def test_it_scales_by_the_work_of_long_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """No window is answered and none waits. The control: with less work there is one verifier."""
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
-    made = await started(cluster, verifiers=1, max_verifiers=2)
+    made = await started(cluster, verifiers=1, max_verifiers=3)
     (first,) = cluster.actors.values()
-    first.work = {"places": 100, "kv_tokens": 1000, "direct": 50, "kv_used": 500}
-    await asyncio.sleep(0.3)
-    assert made._scaler.wanted == 1
-    first.work |= work
+    first.work = WORK
+    await looked(first, seconds=0.1)
+    assert (made._scaler.wanted, cluster.created) == (1, 1)
+    first.work = WORK | more
     await until(lambda: cluster.created == 2)
-    await asyncio.sleep(0.5)  # longer than scale_down_s
-    assert made._scaler.wanted == 2, "the other one has nothing to do, and would be too little"
-    first.work = {}
+    second = cluster.actors[made._watched[1].name]
+    await looked(first, second, seconds=0.5)  # longer than scale_down_s
+    assert (made._scaler.wanted, cluster.created) == (2, 2), "one alone has too much, both have not"
+    first.work = WORK | {"direct": 5, "kv_used": 50}
     await until(lambda: made._scaler.wanted == 1)
+    made._task.cancel()
+
+
+@pytest.mark.parametrize("fingerprint", ["b", "a"], ids=["refused", "control"])
+async def test_a_refused_verifier_is_no_capacity(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fingerprint: str
+) -> None:
+    """It has nothing to do because nobody may ask it."""
+    monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
+    names = verifier_names(Settings.load(QUICK), "model", 3)
+    cluster.fingerprints[names[1]] = fingerprint
+    made = await started(cluster, verifiers=2, max_verifiers=3)
+    first, second = (cluster.actors[name] for name in names[:2])
+    first.work, second.work = WORK | {"direct": 95}, {"places": 100, "kv_tokens": 1000}
+    await looked(first, second, seconds=0.1)
+    if fingerprint == "b":
+        await until(lambda: made._scaler.wanted == 3)
+        await until(lambda: cluster.created == 3)
+    assert cluster.created == (3 if fingerprint == "b" else 2)
     made._task.cancel()
 
 

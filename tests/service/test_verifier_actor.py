@@ -12,6 +12,7 @@ from llm42.config import Settings
 from llm42.verifier.jobs import VerifierStats
 from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers.actor import VerifierActor
+from tests.service.stand_ins import until
 
 
 def built(**parts: Any) -> Any:
@@ -46,14 +47,59 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
 
 
 async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = VerifierStats(following=7, active=2, waiting=1, steps=10, step_s=1.0)
-    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: counted))
+    counted = VerifierStats(direct=7, active=2, waiting=1, steps=99, step_s=99.0)
+    counted.decode_steps, counted.decode_s = 10, 1.0
+    verifier = built(stats=lambda: counted, stalled_s=3.0)
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"))
     while (status := await actor.status()).state != "ready":
         await asyncio.sleep(0.02)
     assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
-    counted.steps, counted.step_s = 12, 2.0
+    counted.decode_steps, counted.decode_s = 12, 2.0
     assert (await actor.status()).step_s == 0.5, "of the last steps"
+    assert (await actor.status()).step_s == 3.0, "of the present one"
+    for task in actor._tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("work", ["direct", "active", "waiting"])
+async def test_an_actor_that_is_no_longer_wanted_ends_its_work_first(
+    monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    killed: list[Any] = []
+    counted = VerifierStats(**{work: 1})
+    context = SimpleNamespace(current_actor="me")
+    monkeypatch.setattr("ray.kill", lambda actor, no_restart: killed.append(actor))
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: counted))
+    actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=0.5)
+    while (await actor.status()).state != "ready":
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(1.5)
+    assert killed == []
+    setattr(counted, work, 0)
+    await until(lambda: killed == ["me"])
+    for task in actor._tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("work", [{}, {"direct": 1}], ids=["idle", "it never ends"])
+async def test_an_actor_that_is_no_longer_wanted_ends(
+    monkeypatch: pytest.MonkeyPatch, work: dict[str, int]
+) -> None:
+    """Its work keeps it for a time only."""
+    killed: list[Any] = []
+    context = SimpleNamespace(current_actor="me")
+    monkeypatch.setattr("ray.kill", lambda actor, no_restart: killed.append(actor))
+    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr(verifier_actor, "DRAIN_S", 0.3 if work else 1e9)
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: VerifierStats(**work)))
+    actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=0.5)
+    for _ in range(20):
+        await actor.status()
+        await asyncio.sleep(0.05)
+    assert killed == [], "asking renews the lease"
+    await until(lambda: killed == ["me"])
     for task in actor._tasks:
         task.cancel()
 
