@@ -65,13 +65,13 @@ def test_nine_are_too_many_for_eight_places() -> None:
 def test_an_idle_verifier_relieves_the_others(name: str) -> None:
     """Those that have too much keep it until it ends: what counts is where new work can go."""
     admission, scaler = Admission(8, 8, 0.5, 0.5), Scaler(1, 3, LIMITS, 60.0)
-    assert counts(scaler, lambda _: [CROWDED[name]], 30)[-1] == 2
+    assert counts(scaler, lambda _: [CROWDED[name]], 10)[-1] == 2
     two = [CROWDED[name], IDLE]
-    assert counts(scaler, lambda _: two, 500, 30)[-1] == 2, "neither a third one, nor is the second given up"
+    assert counts(scaler, lambda _: two, 500, 10)[-1] == 2, "neither a third one, nor is the second given up"
     admission.look(LIMITS.crowded(two))
     assert admission.limit == 8
     both = [CROWDED[name]] * 2  # the control
-    assert counts(scaler, lambda _: both, 100, 530)[-1] == 3
+    assert counts(scaler, lambda _: both, 100, 510)[-1] == 3
     admission.look(LIMITS.crowded(both))
     assert admission.limit == 1
     assert not LIMITS.crowded([])
