@@ -17,6 +17,9 @@ from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 
 
+LONG = (1, 2, 0, 0, 2, 1, 1, 2, 2, 0, 1) * 2
+
+
 def verifier_of(max_waiting: int = 4, blocks: int = 64, make: type[Verifier] = Verifier) -> Verifier:
     """Without a thread, over a shadow of the KV cache."""
     pool = BlockPool(blocks, 2)
@@ -92,7 +95,7 @@ def test_who_is_decoded_takes_a_place_from_beginning_to_end() -> None:
         follow(verifier, name, 1, 2)
     verifier._drain()
     assert (verifier.stats().direct, verifier.stats().following) == (2, 0), "they wait to be admitted"
-    follow(verifier, "c", *range(1, 20))
+    follow(verifier, "c", *LONG)
     verifier.step()
     verifier.step()
     assert (verifier.stats().direct, verifier.stats().active) == (3, 1), "one has its prompt computed"
@@ -105,13 +108,13 @@ def test_who_is_decoded_takes_a_place_from_beginning_to_end() -> None:
     assert (verifier.stats().direct, verifier.stats().waiting) == (3, 1)
     for name in "abc":
         verifier.release(name)
-    verifier._drain()
+    verifier.step()
     assert verifier.stats().direct == 0
 
 
 def test_only_steps_in_which_somebody_is_decoded_count_as_such() -> None:
     verifier = verifier_of()
-    stepped(verifier, window_of("w", *range(1, 12)))
+    stepped(verifier, window_of("w", *LONG[:11]))
     stats = verifier.stats()
     assert (stats.steps > 0, stats.decode_steps, stats.decode_s) == (True, 0, 0.0)
     follow(verifier, "a", 1, 2)
@@ -123,13 +126,13 @@ def test_only_steps_in_which_somebody_is_decoded_count_as_such() -> None:
 
 def test_kv_that_can_be_evicted_is_not_in_use() -> None:
     verifier = verifier_of()
-    stepped(verifier, window_of("w", *range(1, 12)))
-    stepped(verifier, window_of("x", *range(1, 10)))
+    stepped(verifier, window_of("w", *LONG[:11]))
+    stepped(verifier, window_of("x", *LONG[:9]))
     verifier.forget_idle(1000.0)
     verifier.step()
     assert (verifier._store.idle, verifier.kv_used_tokens) == (2, 0), "for both, although they share blocks"
     assert verifier._pool.held > 0, "the control: they are kept"
-    follow(verifier, "a", *range(1, 8), 30)
+    follow(verifier, "a", *LONG[:7], 0)
     while not verifier.stats().following:
         verifier.step()
     verifier.forget_idle(1000.0)
