@@ -1,9 +1,10 @@
-"""How much work is too much for a verifier, and how many verifiers are wanted: the rules, without processes."""
+"""How much work is too much for a verifier, and how many verifiers are wanted: the rules, without Ray."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_work_about_the_bound_does_not_start_and_end_verifiers(
         return [status(**WOBBLES[name](part, made.wanted))] * made.wanted
 
     found = counts(made, work, 4000)
-    changes = sum(a != b for a, b in zip(found, found[1:], strict=False))
+    changes = sum(a != b for a, b in pairwise(found))
     assert changes == 1 if rest < 1 else changes > 5
 
 

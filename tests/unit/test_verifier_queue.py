@@ -16,7 +16,6 @@ from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 
-
 LONG = (1, 2, 0, 0, 2, 1, 1, 2, 2, 0, 1) * 2
 
 

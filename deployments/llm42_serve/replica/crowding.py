@@ -1,4 +1,4 @@
-"""Whether verifiers have too much to do, as far as a replica knows: what was said long ago says nothing of now."""
+"""Whether verifiers have too much to do, as a replica knows it: what was said long ago says nothing of now."""
 
 from __future__ import annotations
 
