@@ -1,4 +1,4 @@
-"""Whether verifiers have too much to do, as a replica knows it: what was said long ago says nothing of now."""
+"""Whether verifiers have too much to do, as a replica knows it: what was said long ago is no news."""
 
 from __future__ import annotations
 
