@@ -45,8 +45,8 @@ class Front(ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._working_since: float | None = None
-        self._evictable = 0
-        """Blocks that only idle requests held, when that was last counted."""
+        self._in_use = 0
+        """Blocks that not only idle requests held, when that was last counted."""
         self._settled = -math.inf
         """When a step was last completed."""
 
@@ -83,9 +83,10 @@ class Front(ABC):
 
     @property
     def kv_used_tokens(self) -> int:
-        """What is held of it and cannot be evicted, in tokens. What can be is counted with `forget_idle`."""
-        evictable = self._evictable if self._store.idle else 0
-        return max(0, self._pool.held - evictable) * self._pool.block_size
+        """What is held of it and cannot be evicted, in tokens; while anything can be, as it was at the last
+        `forget_idle`."""
+        held = self._pool.held
+        return min(held, self._in_use if self._store.idle else held) * self._pool.block_size
 
     @property
     def stalled_s(self) -> float:
@@ -171,7 +172,7 @@ class Front(ABC):
     def forget_idle(self, age_s: float) -> None:
         """Frees what is held for requests that have had nothing to compute for `age_s` seconds: their replica
         may have died without a word. One that does come back is computed anew."""
-        if self._store.idle or len(self._followers):
+        if self._pool.held or len(self._followers):
             self._inbox.put(time.monotonic() - age_s)
 
     def stats(self) -> VerifierStats:

@@ -183,7 +183,7 @@ class Verifier(Admission):
         elif isinstance(message, float):
             self._store.release_older(message)
             self._followers.forget_older(message)
-            self._evictable = self._store.evictable
+            self._in_use = self._pool.held - self._store.evictable
         elif isinstance(message, str):
             self._followers.release(message)
             self._store.release(message)

@@ -84,6 +84,7 @@ class Cluster:
         self.created = self.killed = 0
         self.fingerprints: dict[str, str] = {}
         monkeypatch.setattr(supervisor, "get_or_create_verifier", self.get_or_create)
+        monkeypatch.setattr(supervisor, "get_actor", self.get)
         monkeypatch.setattr("ray.kill", self.kill)
         monkeypatch.setattr(supervisor, "WATCH_S", 0.01)
 
@@ -91,6 +92,11 @@ class Cluster:
         if name not in self.actors or self.actors[name].dead:
             self.created += 1
             self.actors[name] = Actor(name, self.fingerprints.get(name, "a"))
+        return self.actors[name]
+
+    def get(self, name: str) -> Actor:
+        if name not in self.actors or self.actors[name].dead:
+            raise ValueError(name)
         return self.actors[name]
 
     def kill(self, handle: Any, no_restart: bool) -> None:

@@ -20,7 +20,7 @@ from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.load import Limits
-from tests.service.pools import Published, pool_of, raises, returns, window
+from tests.service.pools import Published, hangs, pool_of, raises, returns, window
 from tests.service.stand_ins import until
 
 ROOMY: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
@@ -94,7 +94,11 @@ def test_a_verifier_with_too_much_to_do_is_passed_over(excess: dict[str, Any]) -
     assert pool._choose(window(1, 2, 3)) is first, "all of them have"
 
 
-@pytest.mark.parametrize("away", [returns(None), raises(RuntimeError("no room for a supervisor"))])
+@pytest.mark.parametrize(
+    "away",
+    [returns(None), raises(RuntimeError("no room for a supervisor")), hangs()],
+    ids=["silent", "not there", "a look that never ends"],
+)
 async def test_the_pool_tells_what_it_hears_and_when_it_hears_no_more(
     monkeypatch: pytest.MonkeyPatch, away: Any
 ) -> None:
@@ -107,6 +111,8 @@ async def test_the_pool_tells_what_it_hears_and_when_it_hears_no_more(
     pool.members[0].status = FULL
     pool._supervisor.handle = Published(pool)
     pool.start()
+    await until(lambda: True in seen)
+    seen.clear()
     await until(lambda: len(seen) > 3)
     assert set(seen) == {True}, "who is starting has no room yet"
     pool.members[0].status = EMPTY

@@ -83,6 +83,24 @@ async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
     made._task.cancel()
 
 
+async def test_a_verifier_that_was_given_up_is_condemned_all_the_same(cluster: Cluster) -> None:
+    """It may work for minutes still, for those whose requests it has."""
+    made = await started(cluster, verifiers=1, max_verifiers=2)
+    kept, given_up = made._watched
+    made._scaler.wanted = 2
+    await until(lambda: given_up.name in cluster.actors)
+    made._scaler.wanted = 1
+    await until(lambda: given_up.handle is None)
+    actor = cluster.actors[given_up.name]
+    await made.condemn(given_up.name, "another actor of that name", "late news")
+    await made.condemn(kept.name, actor._actor_id.hex(), "another name")
+    assert (cluster.killed, actor.dead) == (0, False)
+    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong")
+    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong, says another replica too")
+    assert (cluster.killed, actor.dead, (await made.membership()).condemned) == (1, True, 1)
+    made._task.cancel()
+
+
 async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
     made = await started(cluster, verifiers=1, max_verifiers=2)

@@ -62,46 +62,75 @@ async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) ->
         task.cancel()
 
 
+class Leased:
+    """An actor whose lease is 10 seconds, of a time that goes on only when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **work: int) -> None:
+        self.now, self.looks, self.killed = 0.0, 0, list[Any]()
+        self.stats = VerifierStats(**work)
+        context = SimpleNamespace(current_actor="me")
+        monkeypatch.setattr(verifier_actor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(verifier_actor, "LOOK_S", 0.01)
+        monkeypatch.setattr("ray.kill", lambda actor, no_restart: self.killed.append(actor))
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=self._looked))
+        self.actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=10.0)
+
+    def _looked(self) -> VerifierStats:
+        self.looks += 1
+        return self.stats
+
+    async def ready(self) -> None:
+        while (await self.actor.status()).state != "ready":
+            await asyncio.sleep(0.02)
+        await self.lives()
+
+    async def lives(self) -> None:
+        """It has looked whether it is over, and is not."""
+        looks = self.looks
+        await until(lambda: self.looks > looks + 3)
+        assert self.killed == []
+
+    async def ends(self) -> None:
+        await until(lambda: self.killed == ["me"])
+        for task in self.actor._tasks:
+            task.cancel()
+
+
 @pytest.mark.parametrize("work", ["direct", "active", "waiting"])
 async def test_an_actor_that_is_no_longer_wanted_ends_its_work_first(
     monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
-    killed: list[Any] = []
-    counted = VerifierStats(**{work: 1})
-    context = SimpleNamespace(current_actor="me")
-    monkeypatch.setattr("ray.kill", lambda actor, no_restart: killed.append(actor))
-    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: counted))
-    actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=0.5)
-    while (await actor.status()).state != "ready":
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(1.5)
-    assert killed == []
-    setattr(counted, work, 0)
-    await until(lambda: killed == ["me"])
-    for task in actor._tasks:
-        task.cancel()
+    it = Leased(monkeypatch, **{work: 1})
+    await it.ready()
+    it.now += 300.0
+    await it.lives()
+    setattr(it.stats, work, 0)
+    await it.lives()  # its last answers are to be fetched still
+    it.now += 3.0
+    await it.ends()
 
 
-@pytest.mark.parametrize("work", [{}, {"direct": 1}], ids=["idle", "it never ends"])
-async def test_an_actor_that_is_no_longer_wanted_ends(
-    monkeypatch: pytest.MonkeyPatch, work: dict[str, int]
+async def test_the_work_of_an_actor_that_is_no_longer_wanted_keeps_it_for_a_time_only(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its work keeps it for a time only."""
-    killed: list[Any] = []
-    context = SimpleNamespace(current_actor="me")
-    monkeypatch.setattr("ray.kill", lambda actor, no_restart: killed.append(actor))
-    monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    monkeypatch.setattr(verifier_actor, "DRAIN_S", 0.3 if work else 1e9)
-    monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=lambda: VerifierStats(**work)))
-    actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=0.5)
-    for _ in range(20):
-        await actor.status()
-        await asyncio.sleep(0.05)
-    assert killed == [], "asking renews the lease"
-    await until(lambda: killed == ["me"])
-    for task in actor._tasks:
-        task.cancel()
+    it = Leased(monkeypatch, direct=1)
+    await it.ready()
+    it.now += 10.0 + verifier_actor.DRAIN_S - 1.0
+    await it.lives()
+    it.now += 1.0
+    await it.ends()
+
+
+async def test_asking_an_actor_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Leased(monkeypatch)
+    await it.ready()
+    for _ in range(5):
+        it.now += 9.0
+        await it.lives()
+        await it.actor.status()
+    it.now += 10.0
+    await it.ends()
 
 
 async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,16 @@ def test_a_quiet_time_takes_them_away_again() -> None:
     assert found.index(1) >= 2 * 60
 
 
+@pytest.mark.parametrize("coming", [2, 0], ids=["", "control: they are there"])
+def test_no_quiet_time_is_counted_while_verifiers_are_missing(coming: int) -> None:
+    """Nobody can ask for what they would do."""
+    made = scaler_of()
+    made.wanted = 2
+    assert counts(made, lambda _: [] if coming else [IDLE] * 2, 59, coming=coming)[-1] == 2
+    assert counts(made, lambda _: [IDLE] * 2, 30, 59)[-1] == (2 if coming else 1)
+    assert counts(made, lambda _: [IDLE] * made.wanted, 60, 89)[-1] == 1
+
+
 def kept(*told: VerifierStatus) -> int:
     """How many of these are kept when they have this work for long."""
     made = scaler_of()
@@ -180,10 +190,30 @@ def test_work_about_the_bound_does_not_start_and_end_verifiers(
 
 
 def test_the_time_of_steps_is_that_of_the_last_ones() -> None:
-    clock = StepTime()
-    assert clock.mean_s(0, 0.0, 0.0) == 0.0
-    assert clock.mean_s(10, 1.0, 0.02) == pytest.approx(0.1)
-    assert clock.mean_s(12, 2.0, 0.02) == pytest.approx(0.5)
-    assert clock.mean_s(12, 2.0, 0.02) == 0.02, "none has ended: so old is the present one"
-    assert clock.mean_s(12, 2.0, 7.0) == 7.0
-    assert clock.mean_s(12, 2.0, 0.0) == 0.0, "idle"
+    now = [100.0]
+    made = StepTime(lambda: now[0])
+    assert made.mean_s(0, 0.0, 0.0) == 0.0
+    assert made.mean_s(10, 1.0, 0.02) == pytest.approx(0.1)
+    assert made.mean_s(12, 2.0, 0.02) == pytest.approx(0.5)
+    now[0] += 0.4
+    assert made.mean_s(12, 2.0, 0.02) == pytest.approx(0.5), "none can have ended so soon"
+    assert made.mean_s(12, 2.0, 0.0) == 0.0, "idle"
+    now[0] += 0.2
+    assert made.mean_s(12, 2.0, 0.02) == 0.02, "none has ended: so old is the present one"
+    assert made.mean_s(12, 2.0, 7.0) == 7.0
+
+
+@pytest.mark.parametrize("long_s", [6, 5], ids=["", "control: as long as they should be"])
+def test_steps_that_take_longer_than_between_two_looks_count_in_each(long_s: int) -> None:
+    """Else such a verifier would have too much in one look of six, and never three times in a row."""
+    now = 0
+    limits, made = Limits(share=0.9, step_s=5.5, queue_s=0.5), StepTime(lambda: float(now))
+    scaler, excess = scaler_of(limits=limits), list[tuple[str, ...]]()
+    for now in range(1, 60):
+        ended, present_s = divmod(now, long_s)
+        step_s = made.mean_s(ended, float(long_s * ended), present_s or 0.01)
+        ready = [status(direct=50, step_s=step_s)] * scaler.wanted
+        scaler.look(float(now), ready)
+        excess.append(limits.excess(ready[0]))
+    assert set(excess[long_s:]) == ({("step time",)} if long_s > 5.5 else {()})
+    assert scaler.wanted == (3 if long_s > 5.5 else 1)

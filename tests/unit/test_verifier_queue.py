@@ -131,6 +131,10 @@ def test_kv_that_can_be_evicted_is_not_in_use() -> None:
     verifier.step()
     assert (verifier._store.idle, verifier.kv_used_tokens) == (2, 0), "for both, although they share blocks"
     assert verifier._pool.held > 0, "the control: they are kept"
+    before = verifier._pool.held
+    stepped(verifier, window_of("y", 0, *LONG[:20]))
+    assert verifier._pool.held > before, "the control: a third one is kept"
+    assert verifier.kv_used_tokens == 0, "nor is that in use, although it has not been counted yet"
     follow(verifier, "a", *LONG[:7], 0)
     while not verifier.stats().following:
         verifier.step()

@@ -62,7 +62,7 @@ class VerifierPool:
         self._condemned: dict[str, str] = {}
         """Why, by actor id. They are never asked again, whatever the supervisor says."""
         self._asked: dict[str, str] = {}
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
@@ -71,12 +71,12 @@ class VerifierPool:
     def start(self) -> None:
         """Begins watching; a supervisor that is missing is created."""
         if self._settings.server.verifiers > 0:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._judge())]
 
     def close(self) -> None:
         """Stops watching; the actors live on until their leases end."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         self._following.close()
         self._auditor.close()
 
@@ -196,10 +196,12 @@ class VerifierPool:
         return fingerprint_of(found), found
 
     async def condemn(self, member: Member, reason: str) -> None:
-        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked. Each
-        refresh repeats this while the supervisor still has it."""
+        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked, and
+        what it decodes for this replica goes on elsewhere. Each refresh repeats this while the supervisor
+        still has it."""
         self._condemned[member.actor_id] = reason
         member.status = None
+        self._following.cut(member.actor_id, VerifierUnavailable(f"{member.name} is condemned"))
         await self._supervisor.condemn(member.name, member.actor_id, reason)
 
     async def ready_member(self, window: Window) -> Member:
@@ -230,13 +232,19 @@ class VerifierPool:
     async def _watch(self) -> None:
         while True:
             try:
-                try:
-                    await self.refresh()
-                finally:
-                    self._crowding.judge(self.ready)
+                await self.refresh()
                 self._metrics.set(VERIFIERS_READY, len(self.ready))
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
+            await asyncio.sleep(WATCH_S)
+
+    async def _judge(self) -> None:
+        """Not by the watch: however long a look is held up, what is known grows old."""
+        while True:
+            try:
+                self._crowding.judge(self.ready)
+            except Exception:
+                log.exception("what is known of the verifiers could not be judged")
             await asyncio.sleep(WATCH_S)
 
     async def refresh(self) -> None:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 STALLED_S = 120.0
 """A step that has been running for this long will not end any more."""
 REPORT_S = 1.0
+LOOK_S = 1.0
+"""Between two looks whether it is lost or over."""
 DRAIN_S = 600.0
 """For so long after its lease a verifier goes on with what it has been asked for."""
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
@@ -154,7 +156,7 @@ class VerifierActor:
             await asyncio.sleep(REPORT_S)
 
     async def _expire(self) -> None:
-        pause_s = min(1.0, self._lease_s / 10)
+        pause_s = min(LOOK_S, self._lease_s / 10)
         while not self._over(2 * pause_s):
             await asyncio.sleep(pause_s)
             if self._verifier is not None and (lost := _lost(self._verifier)):

@@ -8,7 +8,8 @@ these the work itself is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,14 +94,21 @@ class Limits:
 
 
 class StepTime:
-    """The mean time of the steps that have ended since it was asked for last."""
+    """The mean time of the steps that have ended since it was asked for last. Where none has, as the present
+    one lasts longer than between two such questions: of those before."""
 
-    def __init__(self) -> None:
-        self._steps, self._seconds = 0, 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._steps, self._seconds = clock, 0, 0.0
+        self._mean_s, self._ended_at = 0.0, -math.inf
 
     def mean_s(self, steps: int, seconds: float, present_s: float) -> float:
         """steps, seconds: all so far. present_s: how long the present step has been running, 0.0 where none
-        is; that is the answer where no other has ended."""
-        ended, took = steps - self._steps, seconds - self._seconds
+        is."""
+        ended, took, now = steps - self._steps, seconds - self._seconds, self._clock()
         self._steps, self._seconds = steps, seconds
-        return took / ended if ended > 0 else present_s
+        if ended > 0:
+            self._mean_s, self._ended_at = took / ended, now
+            return self._mean_s
+        # by now another one would have ended, were steps still as long
+        old = not present_s or now - self._ended_at > self._mean_s
+        return present_s if old else max(present_s, self._mean_s)

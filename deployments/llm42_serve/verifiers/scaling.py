@@ -37,7 +37,8 @@ class Scaler:
         still be. Returns how many are wanted."""
         high = queue_s > self.limits.queue_s or self.limits.crowded(ready)
         self._high = self._high + 1 if high else 0
-        if not self.limits.fit_fewer(ready, queue_s):
+        # while one is missing, so is what it would be asked for
+        if coming or not self.limits.fit_fewer(ready, queue_s):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
