@@ -79,15 +79,18 @@ def test_it_says_why_admission_is_closed_but_not_all_the_time(caplog: pytest.Log
 
 
 @pytest.mark.parametrize("excess", [{"direct": 95}, {"kv_used": 950}, {"step_s": 9.0}, {}])
-def test_a_verifier_with_too_much_to_do_is_passed_over(excess: dict[str, Any]) -> None:
+def test_a_verifier_with_too_much_to_do_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, excess: dict[str, Any]
+) -> None:
     """Whoever it is for: this replica has nothing there. The controls, {} and old news: then the prefix
     decides."""
+    monkeypatch.setattr(crowding, "NEWS_S", 1e6)
     pool = pool_of(*[("ready", "a")] * 4)
     first = pool._choose(window(1, 2, 3))
     assert first is not None
     first.status, first.told_at = VerifierStatus("ready", "a", **(ROOMY | excess)), time.monotonic()
     assert (pool._choose(window(1, 2, 3)) is first) == (not excess)
-    first.told_at -= NEWS_S + 1.0
+    first.told_at -= 2e6
     assert pool._choose(window(1, 2, 3)) is first
     for member in pool.members:
         member.status, member.told_at = first.status, time.monotonic()
@@ -105,6 +108,7 @@ async def test_the_pool_tells_what_it_hears_and_when_it_hears_no_more(
     """A supervisor that is away, however its absence shows, closes nothing."""
     monkeypatch.setattr(verifier_pool, "WATCH_S", 0.01)
     monkeypatch.setattr(crowding, "SAME_S", 0.0)
+    monkeypatch.setattr(crowding, "NEWS_S", 1e6)
     seen: list[bool] = []
     pool = VerifierPool(Settings.load({"server": {"verifiers": 2}}), Metrics(), look=seen.append)
     pool.members = pool_of(("ready", "a"), ("starting", None)).members
@@ -138,6 +142,7 @@ class Replica(FastPath):
 
 
 async def test_the_replica_hands_its_admission_to_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowding, "NEWS_S", 1e6)
     engine = SimpleNamespace(alive=True, load=lambda: EngineLoad(0, 0, 0, 0))
     monkeypatch.setattr(fastpath.serve, "get_replica_context", lambda: SimpleNamespace(replica_tag="r"))
     monkeypatch.setattr(fastpath, "RayMetrics", lambda *_, **__: Metrics())

@@ -29,10 +29,14 @@ async def test_verifiers_are_created_adopted_and_replaced(cluster: Cluster) -> N
     second = await started(cluster, verifiers=2)
     assert cluster.created == 2, "another supervisor adopts what is there"
     before = (await second.membership()).members[0].actor_id
-    second._watched[0].handle.dead = True
+    counted = second._watched[0].handle
+    counted.windows = 100
+    await until(lambda: second._watched[0].seen.get("windows") == 100)
+    counted.dead = True
     await until(lambda: cluster.created == 3)
     await until(lambda: second._watched[0].status is not None)
     assert (await second.membership()).members[0].actor_id != before
+    assert second._watched[0].seen.get("windows", 0) == 0, "the new one has not answered fewer than none"
     second._task.cancel()
 
 
