@@ -139,7 +139,7 @@ def test_kv_that_can_be_evicted_is_not_in_use() -> None:
     while not verifier.stats().following:
         verifier.step()
     verifier.forget_idle(1000.0)
-    verifier.step()
+    verifier._drain()
     (running,) = verifier._followers.running.values()
     assert verifier.kv_used_tokens == 2 * len(running.sequence.blocks), "the shared ones too"
     assert verifier._pool.held > len(running.sequence.blocks)
