@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -47,6 +47,10 @@ class BlockPool:
     def held(self) -> int:
         """Blocks with a reference."""
         return self.num_blocks - self.available
+
+    def held_only_by(self, references: Iterable[int]) -> int:
+        """How many blocks have these references, a block for each, and no others."""
+        return sum(self._refs[block] == count for block, count in Counter(references).items())
 
     @property
     def cached(self) -> int:

@@ -81,7 +81,7 @@ class ServerSettings(Section):
     verifiers: NonNegativeInt = 1
     """Verifiers. 0: deterministic requests are refused."""
     max_verifiers: NonNegativeInt = 0
-    """Above verifiers: the supervisor adds verifiers by queue time."""
+    """Above verifiers: the supervisor adds verifiers by their places, KV, step time and queue time."""
     stream_interval_s: NonNegativeFloat = 0.05
     """Best-effort tokens are sent at most this often (seconds), less often with many streams or where the
     client waits for the whole (0: each at once); verified ones as they are committed."""

@@ -13,6 +13,7 @@ GPU_DEFAULTS: dict[str, Any] = {
     # close together where decoding is: one request more must not make all pay for the next power of two
     "buckets": (1, 2, 4, 8, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 513, 64), 1024),
     "kv_tokens": 131072,
+    "target_step_s": 0.25,
 }
 """verifier.* where model.device is cuda and the configuration does not say otherwise, or says null; on a CPU
 null is the field's default."""
@@ -50,16 +51,26 @@ class VerifierSettings(Section):
     target_queue_s: PositiveFloat = 0.5
     """Seconds that windows may wait. Beyond it replicas admit less, and verifiers are added
     (server.max_verifiers)."""
+    target_load: PositiveShare = 0.9
+    """Share of a verifier's places (requests that it decodes by itself, against the rows of its largest step)
+    and of its KV that may be in use. Beyond it new requests go to others; where it is so with all, replicas
+    admit nobody else who needs one (but one at a time each), and verifiers are added."""
+    target_step_s: PositiveFloat = Field(5.0, json_schema_extra=or_null)
+    """Seconds that a verifier's steps may take on average in which several requests are decoded: each gets a
+    token per step. Beyond it, as with target_load, unless less than a quarter of the places and of the KV is
+    in use. null: by model.device, 5 on a CPU, 0.25 on a GPU."""
     idle_s: PositiveFloat = 120.0
     """KV of a request that has sent no window for so many seconds is freed (its replica may have died)."""
     scale_down_s: PositiveFloat = 120.0
-    """An added verifier is given up after so many seconds without much to do."""
+    """An added verifier is given up after so many seconds in which the others could have done its work too,
+    well within these targets. It goes on with the requests that it has."""
     audit_share: Share = 0.01
     """This share of the computed rows is computed again by another verifier, from a cold cache, and compared
     bit by bit: with this probability a window alone, or the whole of an answer that a verifier decoded by
     itself, at its end."""
     max_waiting: PositiveInt = 256
-    """Windows that may wait; beyond it the verifier says that it is overloaded."""
+    """Windows that may wait; beyond it the verifier says that it is overloaded. Requests that it decodes by
+    itself are none of them once they have begun, also when they wait for KV again."""
     certificate_dir: str | None = ".cache/certificates"
     """Where certificates are kept, so that a restart need not certify again; null: never kept."""
 

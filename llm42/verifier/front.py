@@ -45,6 +45,8 @@ class Front(ABC):
         self._thread: threading.Thread | None = None
         self._closed = False
         self._working_since: float | None = None
+        self._in_use = 0
+        """Blocks that not only idle requests held, when that was last counted."""
         self._settled = -math.inf
         """When a step was last completed."""
 
@@ -78,6 +80,13 @@ class Front(ABC):
     def kv_tokens(self) -> int:
         """The KV cache, in tokens."""
         return self._pool.num_blocks * self._pool.block_size
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """What is held of it and cannot be evicted, in tokens; while anything can be, as it was at the last
+        `forget_idle`."""
+        held = self._pool.held
+        return min(held, self._in_use if self._store.idle else held) * self._pool.block_size
 
     @property
     def stalled_s(self) -> float:
@@ -163,7 +172,7 @@ class Front(ABC):
     def forget_idle(self, age_s: float) -> None:
         """Frees what is held for requests that have had nothing to compute for `age_s` seconds: their replica
         may have died without a word. One that does come back is computed anew."""
-        if self._store.idle or len(self._followers):
+        if self._pool.held or len(self._followers):
             self._inbox.put(time.monotonic() - age_s)
 
     def stats(self) -> VerifierStats:
@@ -172,5 +181,8 @@ class Front(ABC):
         s.waiting, s.active = self._queued, len(self._active)
         s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
         s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
-        s.following = len(self._followers.running)
+        followers = self._followers
+        s.following = len(followers.running)
+        begun = sum(job.follower is not None for job in list(self._active))
+        s.direct = s.following + len(followers.resuming) + len(followers.fresh) + begun
         return s

@@ -194,3 +194,9 @@ class VerifierStats:
     decoded: int = 0
     """Tokens that were decoded directly."""
     preemptions: int = 0
+    direct: int = 0
+    """Requests that are decoded directly, those too that wait for KV or for their prompt's rows."""
+    decode_steps: int = 0
+    """Steps in which requests were decoded."""
+    decode_s: float = 0.0
+    """The time of these."""

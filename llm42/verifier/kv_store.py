@@ -32,6 +32,11 @@ class KVStore:
         """Requests whose KV is kept between windows."""
         return len(self._idle)
 
+    @property
+    def evictable(self) -> int:
+        """Blocks that only these hold: whoever needs room takes them."""
+        return self.pool.held_only_by(block for s in self._idle.values() for block in s.blocks)
+
     def fits(self, window: Window) -> bool:
         """Whether the window could ever be admitted, and what it lets the verifier decode be written."""
         # the last token's own KV is never needed

@@ -61,6 +61,11 @@ class Verifier(Admission):
         """Called with the seconds of each step, on the step thread; must not raise."""
 
     @property
+    def places(self) -> int:
+        """Rows of the largest step: as many requests can be decoded in each."""
+        return self._buckets[-1]
+
+    @property
     def fingerprint(self) -> str:
         """What every commit names, of both ways. Set before the start."""
         return self._followers.outbox.fingerprint
@@ -145,6 +150,9 @@ class Verifier(Admission):
         stats.step_s += seconds
         self.on_step(seconds)
         decoding = len(flight.decodes)
+        if decoding:
+            stats.decode_steps += 1
+            stats.decode_s += seconds
         self._followers.settle(flight.decodes, results[:decoding])
         for (job, count), sampled in zip(flight.plan, results[decoding:], strict=True):
             if job.abandoned:
@@ -175,6 +183,7 @@ class Verifier(Admission):
         elif isinstance(message, float):
             self._store.release_older(message)
             self._followers.forget_older(message)
+            self._in_use = self._pool.held - self._store.evictable
         elif isinstance(message, str):
             self._followers.release(message)
             self._store.release(message)

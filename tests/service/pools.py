@@ -111,6 +111,13 @@ def returns(value: Any) -> Any:
     return call
 
 
+def hangs() -> Any:
+    async def call() -> Any:
+        await asyncio.Event().wait()
+
+    return call
+
+
 def raises(error: Exception) -> Any:
     async def call() -> Any:
         raise error

@@ -43,6 +43,8 @@ class Actor:
         self.healthy, self.windows, self.queue_s, self.waiting = True, 0, 0.0, 0
         self.state: State = "ready"
         self.asked = 0
+        self.work: dict[str, Any] = {}
+        """What else it says of itself."""
         self.broken: Exception | None = None
         self.answering = asyncio.Event()
         """Not set: it has hung."""
@@ -64,7 +66,7 @@ class Actor:
 
     def said(self) -> VerifierStatus:
         counters = (self.windows, self.queue_s, self.waiting, 0)
-        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters)
+        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters, **self.work)
 
     def _verify_cold(self, windows: list[Window]) -> list[Commit]:
         return [answer(w, self.off, self.fingerprint) for w in windows]
@@ -83,6 +85,7 @@ class Cluster:
         self.created = self.killed = 0
         self.fingerprints: dict[str, str] = {}
         monkeypatch.setattr(supervisor, "get_or_create_verifier", self.get_or_create)
+        monkeypatch.setattr(supervisor, "get_actor", self.get)
         monkeypatch.setattr("ray.kill", self.kill)
         monkeypatch.setattr(supervisor, "WATCH_S", 0.01)
 
@@ -90,6 +93,11 @@ class Cluster:
         if name not in self.actors or self.actors[name].dead:
             self.created += 1
             self.actors[name] = Actor(name, self.fingerprints.get(name, "a"))
+        return self.actors[name]
+
+    def get(self, name: str) -> Actor:
+        if name not in self.actors or self.actors[name].dead:
+            raise ValueError(name)
         return self.actors[name]
 
     def kill(self, handle: Any, no_restart: bool) -> None:

@@ -1,4 +1,4 @@
-"""Admission by class, the scaling of verifiers, the ranking of replicas: the rules, without Ray processes."""
+"""Admission by class, the ranking of replicas: the rules, without Ray processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from llm42.errors import Overloaded
 from llm42_serve.ingress.router import ranks
 from llm42_serve.placement import SPILL, preferred
 from llm42_serve.replica.admission import Admission
-from llm42_serve.verifiers.scaling import LOOKS_UP, SETTLE_S, Scaler
 from tests.support import PATIENCE_S
 
 
@@ -140,49 +139,76 @@ async def test_control_deterministic_requests_do() -> None:
             await asyncio.wait_for(made.place(True).__aenter__(), 0.05)
 
 
-def scaler(**changes: Any) -> Scaler:
-    return Scaler(**({"least": 1, "most": 3, "target_queue_s": 0.5, "scale_down_s": 60.0} | changes))
+@pytest.mark.parametrize("crowded", [True, False], ids=["crowded", "control: with room"])
+async def test_while_verifiers_have_too_much_nobody_follows_who_ends(crowded: bool) -> None:
+    """Although no window waits: all commits come in time. What runs goes on."""
+    made, log, gates = admission(queued=20, places=8), list[str](), [asyncio.Event() for _ in range(20)]
+    tasks = [asyncio.create_task(hold(made, True, log, str(i), gates[i])) for i in range(20)]
+    await settled()
+    assert len(log) == 8
+    for ended, gate in enumerate(gates[:8], 1):
+        made.look(crowded)
+        made.observe(0.0)
+        gate.set()
+        await settled()
+        if ended < 8:
+            assert len(log) == (8 if crowded else 8 + ended)
+    assert made.classes[True].running == (1 if crowded else 8), "one at least"
+    made.look(crowded)
+    await settled()
+    assert made.classes[True].running == (1 if crowded else 8)
+    await ended_all(tasks)
 
 
-def test_long_queues_add_verifiers_one_after_the_other() -> None:
-    made, now, counts = scaler(), 0.0, []
+async def test_an_idle_replica_keeps_its_place_among_busy_ones() -> None:
+    """It may start one while verifiers are busy with others' work, and as many as before soon after: what
+    others have asked for has not lowered its limit."""
+    made, log, gate = admission(places=64, queued=64), list[str](), asyncio.Event()
     for _ in range(100):
-        now += 1.0
-        counts.append(made.look(now, 2.0, True, made.wanted))
-    assert counts[: LOOKS_UP - 1] == [1] * (LOOKS_UP - 1)
-    assert counts[-1] == 3
-    changes = [i for i in range(1, 100) if counts[i] != counts[i - 1]]
-    assert len(changes) == 2
-    assert changes[1] - changes[0] >= SETTLE_S
+        made.look(True)
+    tasks = [asyncio.create_task(hold(made, True, log, str(i), gate)) for i in range(64)]
+    await settled()
+    assert len(log) == 1
+    running = []
+    for _ in range(32):
+        made.look(False)
+        await settled()
+        running.append(len(log))
+    assert running[:3] == [3, 5, 7], "not all at once"
+    assert running[-1] == 64
+    await ended_all(tasks)
 
 
-def test_one_burst_is_no_reason_and_a_starting_verifier_is_waited_for() -> None:
-    made = scaler()
-    for now in range(50):
-        made.look(float(now), 2.0 if now % LOOKS_UP else 0.0, True, 1)
-    assert made.wanted == 1
-    made = scaler()
-    for now in range(200):
-        made.look(float(now), 2.0, True, 1)  # the second one never becomes ready
-    assert made.wanted == 2
+async def test_a_crowded_look_leaves_the_limit_of_queue_time_as_it_was() -> None:
+    clock = Clock()
+    clock.now = 100.0
+    made = admission(places=64, clock=clock)
+    made.classes[True].running = 40
+    made.observe(2.0)
+    assert made.deterministic_limit == pytest.approx(28.0)
+    for crowded in (True, False) * 50:
+        made.look(crowded)
+    assert made.deterministic_limit == pytest.approx(28.0), "room says nothing of why windows waited"
+    made.look(True)
+    made.observe(0.0)
+    assert made.deterministic_limit == pytest.approx(28.0 + 1 / 28)
+    assert made.limit == 1
 
 
-def test_a_quiet_time_takes_them_away_again() -> None:
-    made, now = scaler(), 0.0
-    while made.wanted < 3:
-        now += 1.0
-        made.look(now, 2.0, True, made.wanted)
-    quiet = now
-    while made.wanted > 1:
-        now += 1.0
-        made.look(now, 0.0, False, made.wanted)
-        assert now < quiet + 500
-    assert now - quiet >= 2 * 60.0
-    for _ in range(200):
-        now += 1.0
-        assert made.look(now, 0.0, False, 1) == 1
-    fixed = scaler(most=0)
-    assert all(fixed.look(float(t), 9.0, True, 1) == 1 for t in range(100))
+@pytest.mark.parametrize("all_verified", [True, False])
+async def test_best_effort_is_held_back_only_where_verifiers_decode_it(all_verified: bool) -> None:
+    made, log, gate = Admission(8, 8, 0.5, 0.5, all_verified=all_verified), list[str](), asyncio.Event()
+    made.look(True)
+    tasks = [asyncio.create_task(hold(made, i % 2 == 0, log, "db"[i % 2], gate)) for i in range(8)]
+    await settled()
+    assert "".join(log) == ("d" if all_verified else "dbbbb")
+    await ended_all(tasks)
+
+
+async def ended_all(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_requests_with_a_common_prefix_share_a_replica_until_it_is_busy() -> None:

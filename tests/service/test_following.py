@@ -176,6 +176,22 @@ async def test_when_a_verifier_dies_its_requests_go_on_at_the_other() -> None:
         assert not pool.members[0].ready
 
 
+async def test_what_a_condemned_verifier_decodes_goes_on_at_the_other() -> None:
+    """At once, though the supervisor is away and cannot kill it."""
+    first, second = Actor(), Actor()
+    async with pool_with(first, second) as pool:
+        reading = asyncio.create_task(all_of(pool, 12, patience_s=60.0))
+        while not first.verifier.requests or not second.verifier.requests:
+            await asyncio.sleep(0.001)
+        first.verifier.held = True  # so that none of them ends before
+        pool._supervisor.handle = None
+        await pool.condemn(pool.members[0], "its bits differ")
+        found = await reading
+        assert any(f.stats.windows > 1 for f in found)
+        assert not any(f.silences for f in found)
+        assert not any(place.member is pool.members[0] for place in pool._following._places.values())
+
+
 async def test_windows_stay_too_and_their_verifier_alone_hears_of_the_end() -> None:
     waits, first, second = list[float](), Actor(), Actor()
     async with pool_with(first, second) as pool:

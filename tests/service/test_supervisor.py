@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from llm42.config import Settings
+from llm42_serve.verifiers import scaling
 from llm42_serve.verifiers import supervisor as module
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import Supervisor
@@ -28,10 +30,14 @@ async def test_verifiers_are_created_adopted_and_replaced(cluster: Cluster) -> N
     second = await started(cluster, verifiers=2)
     assert cluster.created == 2, "another supervisor adopts what is there"
     before = (await second.membership()).members[0].actor_id
-    second._watched[0].handle.dead = True
+    counted = second._watched[0].handle
+    counted.windows = 100
+    await until(lambda: second._watched[0].seen.get("windows") == 100)
+    counted.dead = True
     await until(lambda: cluster.created == 3)
     await until(lambda: second._watched[0].status is not None)
     assert (await second.membership()).members[0].actor_id != before
+    assert second._watched[0].seen.get("windows", 0) == 0, "the new one has not answered fewer than none"
     second._task.cancel()
 
 
@@ -89,9 +95,25 @@ async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
     made._task.cancel()
 
 
-async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llm42_serve.verifiers import scaling
+async def test_a_verifier_that_was_given_up_is_condemned_all_the_same(cluster: Cluster) -> None:
+    """It may work for minutes still, for those whose requests it has."""
+    made = await started(cluster, verifiers=1, max_verifiers=2)
+    kept, given_up = made._watched
+    made._scaler.wanted = 2
+    await until(lambda: given_up.name in cluster.actors)
+    made._scaler.wanted = 1
+    await until(lambda: given_up.handle is None)
+    actor = cluster.actors[given_up.name]
+    await made.condemn(given_up.name, "another actor of that name", "late news")
+    await made.condemn(kept.name, actor._actor_id.hex(), "another name")
+    assert (cluster.killed, actor.dead) == (0, False)
+    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong")
+    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong, says another replica too")
+    assert (cluster.killed, actor.dead, (await made.membership()).condemned) == (1, True, 1)
+    made._task.cancel()
 
+
+async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
@@ -114,6 +136,56 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
     await until(lambda: made._scaler.wanted == 1)
     assert len((await made.membership()).members) == 1, "no longer asked, it ends by its lease"
     assert cluster.killed == 0
+    made._task.cancel()
+
+
+WORK: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 50, "kv_used": 500}
+
+
+async def looked(*actors: Actor, seconds: float = 0.0) -> None:
+    """So long, and until each has been asked ten times more."""
+    asked = [a.asked for a in actors]
+    await asyncio.sleep(seconds)
+    await until(lambda: all(a.asked >= n + 10 for a, n in zip(actors, asked, strict=True)))
+
+
+@pytest.mark.parametrize("more", [{"direct": 95}, {"kv_used": 950}, {"step_s": 9.0}])
+async def test_it_scales_by_the_work_of_long_answers(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """No window is answered and none waits. The control: with less work there is one verifier."""
+    monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
+    made = await started(cluster, verifiers=1, max_verifiers=3)
+    (first,) = cluster.actors.values()
+    first.work = WORK
+    await looked(first, seconds=0.1)
+    assert (made._scaler.wanted, cluster.created) == (1, 1)
+    first.work = WORK | more
+    await until(lambda: cluster.created == 2)
+    second = cluster.actors[made._watched[1].name]
+    await looked(first, second, seconds=0.5)  # longer than scale_down_s
+    assert (made._scaler.wanted, cluster.created) == (2, 2), "one alone has too much, both have not"
+    first.work = WORK | {"direct": 5, "kv_used": 50}
+    await until(lambda: made._scaler.wanted == 1)
+    made._task.cancel()
+
+
+@pytest.mark.parametrize("fingerprint", ["b", "a"], ids=["refused", "control"])
+async def test_a_refused_verifier_is_no_capacity(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, fingerprint: str
+) -> None:
+    """It has nothing to do because nobody may ask it."""
+    monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
+    names = verifier_names(Settings.load(QUICK), "model", 3)
+    cluster.fingerprints[names[1]] = fingerprint
+    made = await started(cluster, verifiers=2, max_verifiers=3)
+    first, second = (cluster.actors[name] for name in names[:2])
+    first.work, second.work = WORK | {"direct": 95}, {"places": 100, "kv_tokens": 1000}
+    await looked(first, second, seconds=0.1)
+    if fingerprint == "b":
+        await until(lambda: made._scaler.wanted == 3)
+        await until(lambda: cluster.created == 3)
+    assert cluster.created == (3 if fingerprint == "b" else 2)
     made._task.cancel()
 
 

@@ -19,7 +19,8 @@ from tests.support import PATIENCE_S, Clock, until
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    return SimpleNamespace(fingerprint="a", manifest={}, kv_tokens=4096, **{**usual, **parts})
+    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128}
+    return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
 
 
 @pytest.mark.parametrize("lost", [{"alive": False}, {"stalled_s": verifier_actor.STALLED_S + 1}])
@@ -43,6 +44,93 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
         task.cancel()
 
 
+async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = VerifierStats(direct=7, active=2, waiting=1, steps=99, step_s=99.0)
+    counted.decode_steps, counted.decode_s = 10, 1.0
+    verifier = built(stats=lambda: counted, stalled_s=3.0)
+    monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
+    actor = VerifierActor(Settings().model_dump(mode="json"))
+    while (status := await actor.status()).state != "ready":
+        await asyncio.sleep(0.02)
+    assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
+    counted.decode_steps, counted.decode_s = 12, 2.0
+    assert (await actor.status()).step_s == 0.5, "of the last steps"
+    assert (await actor.status()).step_s == 3.0, "of the present one"
+    for task in actor._tasks:
+        task.cancel()
+
+
+class Leased:
+    """An actor whose lease is 10 seconds, of a time that goes on only when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **work: int) -> None:
+        self.now, self.looks, self.killed = 0.0, 0, list[Any]()
+        self.stats = VerifierStats(**work)
+        context = SimpleNamespace(current_actor="me")
+        monkeypatch.setattr(verifier_actor, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(verifier_actor, "LOOK_S", 0.01)
+        monkeypatch.setattr("ray.kill", lambda actor, no_restart: self.killed.append(actor))
+        monkeypatch.setattr("ray.get_runtime_context", lambda: context)
+        monkeypatch.setattr(VerifierActor, "_build", lambda _: built(stats=self._looked))
+        self.actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=10.0)
+
+    def _looked(self) -> VerifierStats:
+        self.looks += 1
+        return self.stats
+
+    async def ready(self) -> None:
+        while (await self.actor.status()).state != "ready":
+            await asyncio.sleep(0.02)
+        await self.lives()
+
+    async def lives(self) -> None:
+        """It has looked whether it is over, and is not."""
+        looks = self.looks
+        await until(lambda: self.looks > looks + 3)
+        assert self.killed == []
+
+    async def ends(self) -> None:
+        await until(lambda: self.killed == ["me"])
+        for task in self.actor._tasks:
+            task.cancel()
+
+
+@pytest.mark.parametrize("work", ["direct", "active", "waiting"])
+async def test_an_actor_that_is_no_longer_wanted_ends_its_work_first(
+    monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    it = Leased(monkeypatch, **{work: 1})
+    await it.ready()
+    it.now += 300.0
+    await it.lives()
+    setattr(it.stats, work, 0)
+    await it.lives()  # its last answers are to be fetched still
+    it.now += 3.0
+    await it.ends()
+
+
+async def test_the_work_of_an_actor_that_is_no_longer_wanted_keeps_it_for_a_time_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    it = Leased(monkeypatch, direct=1)
+    await it.ready()
+    it.now += 10.0 + verifier_actor.DRAIN_S - 1.0
+    await it.lives()
+    it.now += 1.0
+    await it.ends()
+
+
+async def test_asking_an_actor_renews_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = Leased(monkeypatch)
+    await it.ready()
+    for _ in range(5):
+        it.now += 9.0
+        await it.lives()
+        await it.actor.status()
+    it.now += 10.0
+    await it.ends()
+
+
 async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
     seen = threading.Event()
@@ -63,7 +151,7 @@ async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytes
     await until(lambda: actor._verifier is not None)
     status = await actor.status()
     assert (status.state, len(tries)) == ("ready", 3)
-    assert (status.fingerprint, status.kv_tokens) == ("a", 4096)
+    assert (status.fingerprint, status.kv_tokens, status.kv_used, status.places) == ("a", 4096, 96, 128)
     for task in actor._tasks:
         task.cancel()
 

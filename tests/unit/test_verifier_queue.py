@@ -16,6 +16,8 @@ from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
 
+LONG = (1, 2, 0, 0, 2, 1, 1, 2, 2, 0, 1) * 2
+
 
 def verifier_of(max_waiting: int = 4, blocks: int = 64, make: type[Verifier] = Verifier) -> Verifier:
     """Without a thread, over a shadow of the KV cache."""
@@ -62,6 +64,89 @@ def test_releases_are_no_windows() -> None:
         verifier.step()
     assert all(isinstance(f.result(), Commit) for f in futures)
     assert verifier.stats().waiting == 0
+
+
+def test_requests_that_run_are_no_windows() -> None:
+    """However many are decoded, or wait for KV after they have begun: `max_waiting` is for who comes."""
+    verifier, heard = verifier_of(max_waiting=1), list[Any]()
+    for name in "abc":
+        verifier.follow(Window(name, (1, 2), 1, (), SamplingParams(), credit=20, max_len=30), heard.append)
+        verifier.step()
+        verifier.step()
+    assert len(verifier._followers.running) == 3
+    assert verifier._followers.preempt_youngest() is not None
+    assert len(verifier._followers.resuming) == 1
+    verifier.submit(window_of("d", 1, 2))
+    with pytest.raises(Overloaded):  # the control: who comes is counted
+        verifier.submit(window_of("e", 1, 2))
+
+
+def follow(verifier: Verifier, name: str, *tokens: int) -> None:
+    window = Window(name, tokens, 1, (), SamplingParams(), credit=40, max_len=60)
+    verifier.follow(window, lambda _: None)
+
+
+def test_who_is_decoded_takes_a_place_from_beginning_to_end() -> None:
+    """Also while it waits for rows, or for KV again. A window takes none."""
+    verifier = verifier_of(max_waiting=9)
+    assert verifier.places == 4, "the larger of its steps"
+    for name in "ab":
+        follow(verifier, name, 1, 2)
+    verifier._drain()
+    assert (verifier.stats().direct, verifier.stats().following) == (2, 0), "they wait to be admitted"
+    follow(verifier, "c", *LONG)
+    verifier.step()
+    verifier.step()
+    assert (verifier.stats().direct, verifier.stats().active) == (3, 1), "one has its prompt computed"
+    while verifier.stats().following < 3:
+        verifier.step()
+    assert verifier._followers.preempt_youngest() is not None
+    assert (verifier.stats().direct, verifier.stats().following) == (3, 2)
+    verifier.submit(window_of("w", 1, 2))
+    verifier._drain()
+    assert (verifier.stats().direct, verifier.stats().waiting) == (3, 1)
+    for name in "abc":
+        verifier.release(name)
+    verifier.step()
+    assert verifier.stats().direct == 0
+
+
+def test_only_steps_in_which_somebody_is_decoded_count_as_such() -> None:
+    verifier = verifier_of()
+    stepped(verifier, window_of("w", *LONG[:11]))
+    stats = verifier.stats()
+    assert (stats.steps > 0, stats.decode_steps, stats.decode_s) == (True, 0, 0.0)
+    follow(verifier, "a", 1, 2)
+    while verifier.stats().decode_steps < 3:
+        verifier.step()
+    stats = verifier.stats()
+    assert 0.0 < stats.decode_s < stats.step_s
+
+
+def test_kv_that_can_be_evicted_is_not_in_use() -> None:
+    verifier = verifier_of()
+    stepped(verifier, window_of("w", *LONG[:11]))
+    stepped(verifier, window_of("x", *LONG[:9]))
+    verifier.forget_idle(1000.0)
+    verifier.step()
+    assert (verifier._store.idle, verifier.kv_used_tokens) == (2, 0), "for both, although they share blocks"
+    assert verifier._pool.held > 0, "the control: they are kept"
+    before = verifier._pool.held
+    stepped(verifier, window_of("y", 0, *LONG[:20]))
+    assert verifier._pool.held > before, "the control: a third one is kept"
+    assert verifier.kv_used_tokens == 0, "nor is that in use, although it has not been counted yet"
+    follow(verifier, "a", *LONG[:7], 0)
+    while not verifier.stats().following:
+        verifier.step()
+    verifier.forget_idle(1000.0)
+    verifier._drain()
+    (running,) = verifier._followers.running.values()
+    assert verifier.kv_used_tokens == 2 * len(running.sequence.blocks), "the shared ones too"
+    assert verifier._pool.held > len(running.sequence.blocks)
+    verifier.forget_idle(0.0)
+    verifier.step()
+    assert verifier._store.idle == 0
+    assert verifier.kv_used_tokens == 2 * verifier._pool.held
 
 
 def test_a_refused_window_takes_no_place() -> None:

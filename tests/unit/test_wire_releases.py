@@ -48,7 +48,7 @@ MESSAGES = [
     Delta((1,), "a", finish_reason=FinishReason.STOP, stats=RequestStats(windows=2), verifier="v"),
     RequestStats(windows=2, failovers=1, direct_tokens=3),
     Status(True, skew=True),
-    VerifierStatus("ready", "f", request={"code": "c"}, kv_tokens=64),
+    VerifierStatus("ready", "f", request={"code": "c"}, kv_tokens=64, step_s=0.5),
     MemberInfo("v", "0", None, 2.0),
     Membership(pid=4),
 ]

@@ -3,7 +3,8 @@
 A free place goes to the class that uses less of its share, so neither class waits behind the other. How many
 deterministic requests run follows the verifiers: the limit falls by a part when windows wait too long for a
 verifier and rises by one per round of commits that did not (additive increase, multiplicative decrease; Chiu
-and Jain 1989). So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
+and Jain 1989). While each of them has too much to do (places, KV, the time of a step), whoever it is for,
+nobody starts. So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
 Where verifiers decode everything, the limit is one for both classes together.
 """
 
@@ -20,6 +21,8 @@ from llm42.errors import Overloaded
 
 DECREASE = 0.7
 DECREASE_EVERY_S = 1.0
+REOPEN = 1 / 32
+"""Of the places, and one at least: so many more may run with each look at verifiers that have room again."""
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class Admission:
         """The classes that verifiers are asked for."""
         self.deterministic_limit = float(places)
         self._clock, self._decreased = clock, float("-inf")
+        self._ceiling = float(places)
+        """0 while the verifiers have too much to do; then it rises."""
 
     @asynccontextmanager
     async def place(self, deterministic: bool) -> AsyncIterator[None]:
@@ -72,6 +77,20 @@ class Admission:
         elif (now := self._clock()) - self._decreased >= DECREASE_EVERY_S:
             self._decreased = now
             self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, self._verified))
+
+    def look(self, crowded: bool) -> None:
+        """Whether each verifier had too much to do, a moment ago. Then nobody starts but one where none runs;
+        what runs goes on. All that wait at once would be too much again, so they are let in by and by."""
+        if crowded:
+            self._ceiling = 0.0
+        elif self._ceiling < self.places:
+            self._ceiling = max(self._ceiling, self._verified) + max(1.0, REOPEN * self.places)
+            self._hand_out()
+
+    @property
+    def limit(self) -> int:
+        """With fewer running requests that verifiers are asked for, one more may start."""
+        return max(1, int(min(self.deterministic_limit, self._ceiling)))
 
     async def _enter(self, deterministic: bool) -> None:
         mine = self.classes[deterministic]
@@ -96,7 +115,7 @@ class Admission:
     def _may_start(self, deterministic: bool) -> bool:
         if sum(c.running for c in self.classes.values()) >= self.places:
             return False
-        return deterministic not in self._limited or self._verified < max(1, int(self.deterministic_limit))
+        return deterministic not in self._limited or self._verified < self.limit
 
     @property
     def _verified(self) -> int:

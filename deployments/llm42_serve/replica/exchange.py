@@ -169,7 +169,7 @@ class Exchange:
             self._repeat(up, error)
         except Exception as error:
             self._over(up)
-            self._die(error)
+            self.die(error)
         else:
             self._over(up)
             self._lost = 0
@@ -193,7 +193,7 @@ class Exchange:
         self._releases.update(name for name in up.releases if name not in self._sinks)
         self._lost += 1
         if self._lost > len(AGAIN_S):
-            self._die(error)
+            self.die(error)
         elif self._pause is None:
             self._pause = asyncio.get_running_loop().call_later(AGAIN_S[self._lost - 1], self._go_on)
 
@@ -201,7 +201,7 @@ class Exchange:
         self._pause = None
         self._next()
 
-    def _die(self, error: Exception) -> None:
+    def die(self, error: Exception) -> None:
         """Tells everybody who waits that the verifier is gone."""
         if self.dead is not None:
             return
@@ -220,7 +220,7 @@ class Exchange:
     def _take(self, down: Down) -> None:
         """Hands on what has come, in order: an answer that came early waits for the one it follows."""
         if self._box not in ("", down.box):
-            self._die(VerifierUnavailable("the verifier has started anew"))
+            self.die(VerifierUnavailable("the verifier has started anew"))
             return
         self._box = down.box
         held = self._early.get(down.after)

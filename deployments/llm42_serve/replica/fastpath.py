@@ -49,7 +49,8 @@ class FastPath:
         self._metrics = RayMetrics(m.Scope.REPLICA, in_replica=True, model=model.name)
         self._replica, self._served = serve.get_replica_context().replica_tag, 0
         self._admission = admission_for(self._settings)
-        self._pool = VerifierPool(self._settings, self._metrics, self._admission.observe)
+        admission = self._admission
+        self._pool = VerifierPool(self._settings, self._metrics, admission.observe, admission.look)
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
         self._facts = request_facts(self._settings, self._generator.tokenizer)
@@ -189,7 +190,7 @@ class FastPath:
             self._metrics.inc(m.PREEMPTIONS, load.preemptions - preempted)
             preempted = load.preemptions
             self._metrics.set(m.WAITING, load.waiting)
-            self._metrics.set(m.ADMITTED_LIMIT, self._admission.deterministic_limit)
+            self._metrics.set(m.ADMITTED_LIMIT, self._admission.limit)
             for deterministic, mode in zip((True, False), m.MODES, strict=True):
                 mine = self._admission.classes[deterministic]
                 self._metrics.set(m.RUNNING, mine.running, mode=mode)

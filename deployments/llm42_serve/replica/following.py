@@ -131,6 +131,11 @@ class Following:
         self._cancel(request_id)
         self._leave(request_id)
 
+    def cut(self, actor_id: str, error: LLM42Error) -> None:
+        """Nothing more is heard from this actor: who waits for it is told the error, and may go elsewhere."""
+        for exchange in {p.exchange for p in self._places.values() if p.actor_id == actor_id}:
+            exchange.die(error)
+
     def close(self) -> None:
         """Ends everything; nothing is said to anybody."""
         for name in list(self._starting):

@@ -30,6 +30,8 @@ class Member:
     """Windows that wait for its answer, and requests that it decodes by itself."""
     avoid_until: float = 0.0
     """It has failed a request a moment ago: others are chosen first."""
+    told_at: float = -math.inf
+    """A time before which the supervisor cannot have asked for `status`."""
     failed_at: float = -math.inf
     """When a call found its actor dead or out of reach; a status from before is out of date."""
 

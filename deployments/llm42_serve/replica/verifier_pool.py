@@ -23,10 +23,12 @@ from llm42.protocol import Commit, Failure, Window
 from llm42.session.interfaces import Sink
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
+from llm42_serve.replica.crowding import Crowding
 from llm42_serve.replica.following import Following
 from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
+from llm42_serve.verifiers.load import Limits
 from llm42_serve.verifiers.names import get_actor
 from llm42_serve.verifiers.supervisor import MemberInfo
 
@@ -42,11 +44,17 @@ class VerifierPool:
     """A `VerifierClient` over the actors. One per fast-path replica; belongs to its event loop."""
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, observe: Callable[[float], None] = lambda _: None
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        observe: Callable[[float], None] = lambda _: None,
+        look: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """observe: is told how long each committed window waited for its verifier, in seconds; infinity for
-        one that was refused because too many waited."""
+        one that was refused because too many waited. look: is told, with each news of the verifiers, whether
+        each that is ready has too much to do."""
         self._settings, self._metrics, self._observe = settings, metrics, observe
+        self._crowding = Crowding(Limits.of(settings.verifier), look)
         self._model_identity = sampled_identity(settings.model.path)
         self.members: list[Member] = []
         self.fingerprint: str | None = None
@@ -54,7 +62,7 @@ class VerifierPool:
         self._condemned: dict[str, str] = {}
         """Why, by actor id. They are never asked again, whatever the supervisor says."""
         self._asked: dict[str, str] = {}
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
@@ -63,12 +71,12 @@ class VerifierPool:
     def start(self) -> None:
         """Begins watching; a supervisor that is missing is created."""
         if self._settings.server.verifiers > 0:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+            self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._judge())]
 
     def close(self) -> None:
         """Stops watching; the actors live on until their leases end."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         self._following.close()
         self._auditor.close()
 
@@ -188,10 +196,12 @@ class VerifierPool:
         return fingerprint_of(found), found
 
     async def condemn(self, member: Member, reason: str) -> None:
-        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked. Each
-        refresh repeats this while the supervisor still has it."""
+        """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked, and
+        what it decodes for this replica goes on elsewhere. Each refresh repeats this while the supervisor
+        still has it."""
         self._condemned[member.actor_id] = reason
         member.status = None
+        self._following.cut(member.actor_id, VerifierUnavailable(f"{member.name} is condemned"))
         await self._supervisor.condemn(member.name, member.actor_id, reason)
 
     async def ready_member(self, window: Window) -> Member:
@@ -203,11 +213,13 @@ class VerifierPool:
         return member
 
     def _choose(self, window: Window) -> Member | None:
-        """The one that the prefix prefers, unless it is busy; then the idlest."""
+        """The one that the prefix prefers, unless it is busy; then the idlest. One that has just failed a
+        request, or has more to do than it should, whoever it is for, only where there is no other."""
         now, candidates = time.monotonic(), self.ready
         if not candidates:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
+        candidates = [m for m in candidates if not self._crowding.excess(m)] or candidates
         known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
         if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
             known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
@@ -224,6 +236,15 @@ class VerifierPool:
                 self._metrics.set(VERIFIERS_READY, len(self.ready))
             except Exception:  # whatever it is, watching must go on
                 log.exception("a look at the verifiers failed")
+            await asyncio.sleep(WATCH_S)
+
+    async def _judge(self) -> None:
+        """Not by the watch: however long a look is held up, what is known grows old."""
+        while True:
+            try:
+                self._crowding.judge(self.ready)
+            except Exception:
+                log.exception("what is known of the verifiers could not be judged")
             await asyncio.sleep(WATCH_S)
 
     async def refresh(self) -> None:
@@ -257,5 +278,5 @@ class VerifierPool:
         of_another = member.actor_id != info.actor_id
         out_of_date = asked_at <= member.failed_at
         useless = of_another or out_of_date or info.actor_id in self._condemned
-        member.status = None if useless else info.status
+        member.status, member.told_at = None if useless else info.status, asked_at
         return member

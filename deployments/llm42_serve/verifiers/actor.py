@@ -23,6 +23,7 @@ from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
 from llm42.verifier.scheduler import Verifier
 from llm42_serve.ray_metrics import actor_metrics
+from llm42_serve.verifiers.load import StepTime
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up
 
@@ -30,6 +31,10 @@ log = logging.getLogger(__name__)
 STALLED_S = 120.0
 """A step that has been running for this long will not end any more."""
 REPORT_S = 1.0
+LOOK_S = 1.0
+"""Between two looks whether it is lost or over."""
+DRAIN_S = 600.0
+"""For so long after its lease a verifier goes on with what it has been asked for."""
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
 """Pause before the first and between the later tries of a start that failed."""
 
@@ -57,6 +62,14 @@ class VerifierStatus:
     """What its manifest says of the request side (llm42/fingerprint/request.py), when it is ready."""
     kv_tokens: int = 0
     """Its KV cache, in tokens, when it is ready; 0 of a release that did not say."""
+    direct: int = 0
+    """Requests that it decodes by itself, those too that wait for KV or for their prompt's rows."""
+    places: int = 0
+    """Rows of its largest step; 0 of a release that did not say."""
+    kv_used: int = 0
+    """KV that cannot be evicted, in tokens."""
+    step_s: float = 0.0
+    """Mean seconds of its steps since the last call in which requests were decoded."""
 
 
 def node_id() -> str:
@@ -76,8 +89,8 @@ def _lost(verifier: Verifier) -> str:
 class VerifierActor:
     """Certifies in the background: creating it never blocks, and a failure can be read instead of looping.
 
-    When nobody has asked how it is for `lease_s` it ends itself: nothing is left on a device after the
-    application has been deleted."""
+    When nobody has asked how it is for `lease_s` it ends itself, with the work that it still has or DRAIN_S
+    later: nothing is left on a device after the application has been deleted."""
 
     def __init__(
         self, settings: dict[str, Any], lease_s: float | None = None, model_identity: str | None = None
@@ -87,8 +100,8 @@ class VerifierActor:
         self._model_identity = model_identity
         self._verifier: Verifier | None = None
         self._boxes: Outboxes | None = None
-        self._failure, self._doing = "", "loading the model"
-        self._renewed = time.monotonic()
+        self._failure, self._doing, self._step_time = "", "loading the model", StepTime()
+        self._renewed = self._worked = time.monotonic()
         configure(self._settings.telemetry, "verifier")
         self._name = (ray.is_initialized() and ray.get_runtime_context().get_actor_name()) or "unnamed"
         event(log, "verifier starts", verifier=self._name, pid=os.getpid(), node=node_id())
@@ -143,13 +156,23 @@ class VerifierActor:
             await asyncio.sleep(REPORT_S)
 
     async def _expire(self) -> None:
-        while time.monotonic() - self._renewed < self._lease_s:
-            await asyncio.sleep(min(1.0, self._lease_s / 10))
+        pause_s = min(LOOK_S, self._lease_s / 10)
+        while not self._over(2 * pause_s):
+            await asyncio.sleep(pause_s)
             if self._verifier is not None and (lost := _lost(self._verifier)):
                 log.error("%s: the process ends, so that Ray starts it anew", lost)
                 os._exit(1)
         log.warning("no fast-path replica has asked for %.0f s: the verifier ends itself", self._lease_s)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    def _over(self, taken_s: float) -> bool:
+        """Whether it may end: nobody asks for it, and what it was asked for has been answered. taken_s: how
+        long the last answers may take to be fetched. Without their replica, requests run out of credit."""
+        now, verifier = time.monotonic(), self._verifier
+        if verifier is not None and (stats := verifier.stats()).direct + stats.active + stats.waiting:
+            self._worked = now
+        drained = now - self._worked >= taken_s or now - self._renewed >= self._lease_s + DRAIN_S
+        return drained and now - self._renewed >= self._lease_s
 
     async def status(self) -> VerifierStatus:
         """The state; asking renews the lease."""
@@ -165,8 +188,14 @@ class VerifierActor:
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
         facts = self._verifier.manifest.get("request")
-        kv_tokens = self._verifier.kv_tokens
-        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, kv_tokens)
+        work = (
+            self._verifier.kv_tokens,
+            stats.direct,
+            self._verifier.places,
+            self._verifier.kv_used_tokens,
+            self._step_time.mean_s(stats.decode_steps, stats.decode_s, self._verifier.stalled_s),
+        )
+        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, *work)
 
     async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:
         """Answers in order, everything computed anew (audits). Pure, so a caller may repeat it. Raises

@@ -1,11 +1,15 @@
-"""How many verifiers are wanted: more while windows wait too long, fewer after a quiet time. No clocks."""
+"""How many verifiers are wanted: more while each has too much to do, or they let windows wait too long, fewer
+after a time in which one fewer would have been enough. No clocks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llm42_serve.verifiers.load import Limits, Work
+
 LOOKS_UP = 3
-"""A long queue must be seen this many times in a row: one burst is no reason to load a model."""
+"""Too much work must be seen this many times in a row: one burst is no reason to load a model."""
 SETTLE_S = 20.0
 """After a change the next one waits until the new verifier can have made a difference."""
 
@@ -16,7 +20,7 @@ class Scaler:
 
     least: int
     most: int
-    target_queue_s: float
+    limits: Limits
     scale_down_s: float
     wanted: int = 0
     _high: int = 0
@@ -27,15 +31,18 @@ class Scaler:
         self.most = max(self.least, self.most)
         self.wanted = self.least
 
-    def look(self, now: float, queue_s: float, busy: bool, ready: int) -> int:
-        """One look. queue_s: mean time that windows waited since the last look; busy: whether any window was
-        answered or waits; ready: verifiers that can answer. Returns how many are wanted."""
-        self._high = self._high + 1 if queue_s > self.target_queue_s else 0
-        if busy and queue_s > self.target_queue_s / 4:
+    def look(self, now: float, ready: Sequence[Work], queue_s: float = 0.0, coming: int = 0) -> int:
+        """One look. ready: the verifiers that can answer, of which the last would be given up; queue_s: mean
+        time that windows waited since the last look; coming: wanted verifiers that are not ready and may
+        still be. Returns how many are wanted."""
+        high = queue_s > self.limits.queue_s or self.limits.crowded(ready)
+        self._high = self._high + 1 if high else 0
+        # while one is missing, so is what it would be asked for
+        if coming or not self.limits.fit_fewer(ready, queue_s):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
-        if now - self._changed < SETTLE_S or ready < self.wanted:
+        if now - self._changed < SETTLE_S or coming:
             return self.wanted
         if self._high >= LOOKS_UP and self.wanted < self.most:
             self._change(now, 1)

@@ -28,7 +28,8 @@ from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure, event
 from llm42_serve.ray_metrics import actor_metrics
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.names import get_or_create_verifier, verifier_names
+from llm42_serve.verifiers.load import Limits
+from llm42_serve.verifiers.names import get_actor, get_or_create_verifier, verifier_names
 from llm42_serve.verifiers.scaling import Scaler
 from llm42_serve.verifiers.watch import Watched
 
@@ -80,9 +81,8 @@ class Supervisor:
         self._lease_s, self._renewed = lease_s or watch.lease_s / 2, time.monotonic()
         self._pause_s = min(WATCH_S, self._lease_s / 4)
         server, verifier = self._settings.server, self._settings.verifier
-        self._scaler = Scaler(
-            server.verifiers, server.max_verifiers, verifier.target_queue_s, verifier.scale_down_s
-        )
+        most, limits = server.max_verifiers, Limits.of(verifier)
+        self._scaler = Scaler(server.verifiers, most, limits, verifier.scale_down_s)
         self._watched = [
             Watched(name, watch) for name in verifier_names(self._settings, model_identity, self._scaler.most)
         ]
@@ -113,15 +113,20 @@ class Supervisor:
     async def condemn(self, name: str, actor_id: str, reason: str) -> None:
         """Removes a verifier that was found to be wrong; a new one takes its place after a pause. May be
         repeated."""
-        for watched in self._watched:
-            if watched.name == name and watched.actor_id == actor_id and watched.handle is not None:
+        for number, watched in enumerate(self._watched):
+            if watched.name != name:
+                continue
+            handle = watched.handle
+            if handle is None and number >= self._scaler.wanted:
+                handle = await asyncio.to_thread(_found, name)  # it may still have requests to end
+            if handle is not None and handle._actor_id.hex() == actor_id:
                 log.error("%s is condemned: %s", name, reason)
                 self._condemned += 1
                 self._metrics.inc(m.CONDEMNED)
                 watched.condemned += 1
                 pause = CONDEMNED_PAUSE_S * 2 ** (watched.condemned - 1)
                 watched.not_before = time.monotonic() + pause
-                await self._kill(watched)
+                await self._kill(watched, handle)
 
     @property
     def _wanted(self) -> list[Watched]:
@@ -207,10 +212,10 @@ class Supervisor:
         if watched.hung:
             log.error("%s has hung: it is killed and created again", watched.name)
             self._metrics.inc(m.VERIFIER_DEATHS)
-            await self._kill(watched)
+            await self._kill(watched, watched.handle)
 
-    async def _kill(self, watched: Watched) -> None:
-        handle, watched.handle, watched.status = watched.handle, None, None
+    async def _kill(self, watched: Watched, handle: Any) -> None:
+        watched.handle = watched.status = None
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
 
     def _pin(self) -> None:
@@ -250,21 +255,23 @@ class Supervisor:
 
     def _scale(self) -> None:
         windows = queue_s = 0.0
-        busy, ready = False, 0
+        ready, coming = list[VerifierStatus](), 0
         for watched in self._wanted:
-            status = watched.status
+            status = self._published(watched)
             if status is None or status.state != "ready":
+                coming += status is None or status.state != "mixed"
                 continue
             before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
             windows += status.windows - before.get("windows", status.windows)
             queue_s += status.queue_s - before.get("queue_s", status.queue_s)
-            busy |= status.waiting + status.active > 0
-            ready += 1
+            ready.append(status)
         was = self._scaler.wanted
         mean = queue_s / windows if windows > 0 else 0.0
-        wanted = self._scaler.look(time.monotonic(), mean, busy or windows > 0, ready)
+        wanted = self._scaler.look(time.monotonic(), ready, mean, coming)
         if wanted != was:
-            log.info("verifiers wanted: %d instead of %d (mean queue %.2f s)", wanted, was, mean)
+            excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in ready]
+            reason = f"mean queue {mean:.2f} s, too much of: {'; '.join(excess)}"
+            log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, reason)
 
     def _report(self) -> None:
         published = [self._published(w) for w in self._wanted]
@@ -272,6 +279,13 @@ class Supervisor:
         for state in m.STATE.values:
             self._metrics.set(m.VERIFIERS, states[state], state=state)
         self._metrics.set(m.VERIFIERS_WANTED, len(published))
+
+
+def _found(name: str) -> Any:
+    """The handle of a named actor; None when there is none. Blocks like get_actor."""
+    with suppress(ValueError):
+        return get_actor(name)
+    return None
 
 
 def _log_change(watched: Watched, status: VerifierStatus) -> None:

@@ -43,7 +43,7 @@ class Watched:
     def adopt(self, handle: Any) -> None:
         """The actor of this name from now on; nothing is known of it yet."""
         self.handle, self.answered = handle, time.monotonic()
-        self.certified, self.missed, self.mixed = False, 0, ""
+        self.certified, self.missed, self.mixed, self.seen = False, 0, "", {}
 
     def record_answer(self, status: VerifierStatus, asked: float) -> None:
         """An answer to a call that was made at `asked`."""
