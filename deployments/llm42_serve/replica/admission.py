@@ -24,7 +24,7 @@ DECREASE = 0.7
 DECREASE_EVERY_S = 1.0
 EASE = 7 / 8
 """Of what runs, so much may run after a look at verifiers that all have too much to do. Where requests are
-long, nobody starts then; where they are short, some still do: else all would have ended before the next look."""
+long, nobody starts then; where they are short, some do: else all would have ended before the next look."""
 REOPEN = 1 / 32
 """Of the places, and one at least: so many more may run with each look at verifiers that have room again."""
 
