@@ -120,7 +120,8 @@ class Generator:
         return replace(delta, prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens)
 
     def pause_s(self, request: Request) -> float:
-        """How long a best-effort request's tokens may wait for each other; its first and last never do."""
+        """How long tokens may wait for each other, of best effort and of whole replies; the first and last
+        never do."""
         interval_s = self.settings.server.stream_interval_s
         if not interval_s:
             return 0.0
