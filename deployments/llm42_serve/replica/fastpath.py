@@ -91,6 +91,8 @@ class FastPath:
             self._served += 1
         except LLM42Error as error:
             yield as_loss(error, self._engine.alive)
+        finally:
+            self._pool.forget(request.request_id)
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
