@@ -94,7 +94,6 @@ async def test_the_message_says_where_in_the_body(
 ) -> None:
     async with client(tokenizer) as (http, _):
         error = assert_error(await http.post("/v1/chat/completions", json=body), 400, param)
-        print(error["message"])
     assert error["message"].startswith(place)
 
 

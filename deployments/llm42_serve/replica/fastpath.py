@@ -96,11 +96,11 @@ class FastPath:
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
-        as_decoded = request.stop or not self._settings.engine.decodes
-        # the others' tokens come joined already; committed ones leave at once, if somebody reads along
-        if not request.stream if request.deterministic else as_decoded:
-            return coalesce(source, self._generator.pause_s(request))
-        return source
+        if request.deterministic:
+            joins = not request.stream  # whoever reads along gets what is committed at once
+        else:  # the others' tokens come joined already
+            joins = bool(request.stop) or not self._settings.engine.decodes
+        return coalesce(source, self._generator.pause_s(request)) if joins else source
 
     def _signed(self, request_id: str, delta: Delta) -> Delta:
         """With who has computed it."""
