@@ -255,7 +255,7 @@ def started(monkeypatch: pytest.MonkeyPatch, facts: Any) -> tuple[str, list[str]
 
 def test_a_start_that_fails_late_leaves_no_vllm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = SMALL_64.vocab_size
-    assert started(monkeypatch, lambda *_: {"vocab_size": vocab}) == ("", ["ready"])
+    assert started(monkeypatch, lambda *_: {"vocab_size": vocab, "device": "cpu"}) == ("", ["ready"])
     text, ended = started(monkeypatch, lambda *_: {"vocab_size": vocab + 1})
     assert f"{vocab + 1} token ids" in text
     assert ended == ["vllm", "guard"]

@@ -17,6 +17,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.base import require_known_ids
+from llm42.engine.vllm.expected import known, rollbacks_expected
 from llm42.engine.vllm.guard import Guard
 from llm42.engine.vllm.options import (
     MAX_LOGPROBS,
@@ -127,6 +128,7 @@ def connect(settings: Settings) -> Connection:
         if config is not None and config.vocab_size != facts["vocab_size"]:
             theirs, ours = facts["vocab_size"], config.vocab_size
             raise ValueError(f"it has {theirs} token ids, and the verifier's model has {ours}")
+        facts["rollbacks_expected"] = rollbacks_expected(settings, config, version, facts["device"])
         connection = connection_of(llm, facts, stats, guard)
     except Exception as error:
         if llm is not None:
@@ -134,7 +136,10 @@ def connect(settings: Settings) -> Connection:
         guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
     guard.ready()
-    log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+    expected = facts["rollbacks_expected"]
+    told = (f"{key} {value}" for key, value in facts.items() if value != expected)
+    log.info("vLLM is ready: %s", ", ".join(told))
+    log.log(logging.INFO if known(expected) else logging.WARNING, "%s", expected)
     return connection
 
 
@@ -146,9 +151,12 @@ def _start(arguments: dict[str, Any], stats: Stats) -> Any:
 
 
 def _facts(config: Any, version: str) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
     cache = config.cache_config
     return {
         "version": version,
+        "device": str(current_platform.get_device_name()),
         "model_runner": "V2" if getattr(config, "use_v2_model_runner", False) else "V1",
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
