@@ -1,9 +1,10 @@
 """Starts vLLM and talks to it: the only module of ours that imports vllm, when an engine
 starts. (draw.py is loaded by vLLM itself.)
 
-vLLM 0.26 and 0.27 are known to work. What is used of them: AsyncEngineArgs, AsyncLLM (from_engine_args,
-generate, abort, errored, shutdown, vllm_config), SamplingParams, tokens_input, and the stat-logger interface
-for load figures.
+vLLM 0.26 (on a GPU), 0.27 and 0.32 (on a CPU) are known to work; what lies between is let through. What is
+used of them: AsyncEngineArgs, AsyncLLM (from_engine_args, generate, abort, errored, shutdown, vllm_config),
+SamplingParams, tokens_input, the platform's name of the device, and the stat-logger interface for load
+figures.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from llm42.protocol import Request
 
 log = logging.getLogger(__name__)
 
-FIRST, BEFORE = (0, 26), (0, 28)
-"""The vLLM versions that this adapter is tested with: FIRST <= version < BEFORE."""
+FIRST, BEFORE = (0, 26), (0, 33)
+"""The vLLM versions that this adapter is for: FIRST <= version < BEFORE."""
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more; to deterministic requests it means nothing, their draw is not vLLM's."""
 
@@ -202,7 +203,7 @@ def check_installed() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raises EngineUnavailable for a version that this adapter is not tested with."""
+    """Raises EngineUnavailable for a version that this adapter is not for."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST <= (int(found[1]), int(found[2])) < BEFORE:
         first, before = (".".join(map(str, v)) for v in (FIRST, BEFORE))
