@@ -194,10 +194,12 @@ def run_demo(
     temperature: float = 0.0,
     progress: Progress = lambda _what, _done: None,
 ) -> DemoResult:
-    """Loads, certifies, runs both modes with the configured engine, on the configured device. Raises
-    LLM42Error."""
+    """Loads, certifies, runs both modes with the configured engine, on the configured device; session.mode is
+    verify, so that there are windows and rollbacks to be seen. Raises LLM42Error."""
 
     require_fast_path(settings)
+    verified = settings.session.model_copy(update={"mode": "verify"})
+    settings = settings.model_copy(update={"session": verified})
 
     def products(certificate: Certificate) -> Operators | None:
         return batch_dependent(cpu_operators()) if _needs_stand_in(settings, certificate) else None

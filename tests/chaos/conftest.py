@@ -27,7 +27,7 @@ def tree(tiny: Lab) -> dict[str, Any]:
             "idle_s": 5.0,
             "audit_share": 0.0,
         },
-        "session": {"commit_deadline_s": 0.2},
+        "session": {"mode": "verify", "commit_deadline_s": 0.2},
         "server": {
             "fastpath_replicas": 2,
             "ingress_replicas": 2,

@@ -191,6 +191,8 @@ class FastPath:
             preempted = load.preemptions
             self._metrics.set(m.WAITING, load.waiting)
             self._metrics.set(m.ADMITTED_LIMIT, self._admission.limit)
+            for way, expected in self._generator.ways.expected(self._pool).items():
+                self._metrics.set(m.WAY_EXPECTED, expected, way=way)
             for deterministic, mode in zip((True, False), m.MODES, strict=True):
                 mine = self._admission.classes[deterministic]
                 self._metrics.set(m.RUNNING, mine.running, mode=mode)

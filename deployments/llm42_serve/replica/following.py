@@ -51,6 +51,8 @@ class _Place:
     """When that was sent or, if later, when the last answer came."""
     awaited: bool = False
     """Whether it counts as work of the member: one answer, or more, is still to come."""
+    decoded: bool = False
+    """Whether it counts as one that the member decodes by itself."""
     silent: bool = True
     """No commit has come for the present window."""
 
@@ -58,10 +60,14 @@ class _Place:
         """For how long neither the request nor any other has come on there."""
         return min(time.monotonic() - self.heard_at, self.exchange.progressed_s)
 
-    def await_answers(self, awaited: bool) -> None:
-        """Counts it as work of the member, or no more."""
-        self.member.in_flight += awaited - self.awaited
-        self.awaited = awaited
+    def await_answers(self, awaited: bool, credit: int = 0) -> None:
+        """Counts it as work of the member, or no more. credit: of its window."""
+        member = self.member
+        member.in_flight += awaited - self.awaited
+        decoded = awaited and credit > 0
+        member.direct += decoded - self.decoded
+        member.decoded.set(member.direct)
+        self.awaited, self.decoded = awaited, decoded
 
     def avoid(self) -> None:
         """Others are chosen first for a while."""
@@ -83,6 +89,8 @@ class Following:
         self._pool, self._session, self._observe, self._kept = pool, session, observe, kept
         self._places: dict[str, _Place] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
+        self.beside: Callable[[], float] = lambda: -1.0
+        """As Up.worked_s."""
         self._exchanges: dict[str, tuple[Any, Exchange]] = {}
         """By the member's name, with the handle that it is for."""
 
@@ -120,6 +128,31 @@ class Following:
         """As VerifierClient.renew; that the request is not known is said to the sink."""
         if (place := self._places.get(request_id)) is not None:
             place.exchange.renew(request_id, until)
+
+    def stop(self, request_id: str) -> None:
+        """As VerifierClient.stop."""
+        self._cancel(request_id)
+        if (place := self._places.get(request_id)) is not None:
+            place.await_answers(False)
+            place.exchange.stop(request_id)
+
+    def place_of(self, request_id: str) -> Member | None:
+        """Which verifier has the request."""
+        place = self._places.get(request_id)
+        return place.member if place is not None and self._stands(place) else None
+
+    def told(self, member: Member) -> tuple[Down | None, float]:
+        """What an answer of the member said last of its load, and when."""
+        handle, exchange = self._exchanges.get(member.name, (None, None))
+        if exchange is None or handle is not member.handle or exchange.told is None:
+            return None, -math.inf
+        return exchange.told, exchange.told_at
+
+    @property
+    def worked_s(self) -> float:
+        """As VerifierClient.worked_s, of those that were asked for something."""
+        said = [exchange.neighbour.seconds for _, exchange in tuple(self._exchanges.values())]
+        return sum(said) / len(said) if said else 0.0
 
     def progressed_s(self, request_id: str) -> float:
         """As VerifierClient.progressed_s."""
@@ -177,7 +210,7 @@ class Following:
 
         place.exchange.follow(window, heard)
         place.credit, place.heard_at, place.silent = window.credit, time.monotonic(), True
-        place.await_answers(True)
+        place.await_answers(True, window.credit)
 
     def _hear(self, name: str, place: _Place, answer: Answer) -> None:
         """What an answer says of the verifier."""
@@ -247,7 +280,7 @@ class Following:
                 return await _call(member, handle, up, lambda: self._others(member))
 
             silence_s = min(SILENCE_S, self._session.verify_timeout_s / 4)
-            found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s)
+            found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s, lambda: self.beside())
             self._exchanges[member.name] = handle, found
         return found
 

@@ -39,6 +39,8 @@ class _Kept:
     """Prompt and output, as far as they are committed."""
     first: Window
     parts: list[Part] = field(default_factory=list)
+    broken: bool = False
+    """What stands before the next commit was decided in another way: it is not of the last part."""
 
 
 class KeptAnswers:
@@ -50,7 +52,10 @@ class KeptAnswers:
         self._kept: dict[str, _Kept | None] = {}
 
     def begin(self, window: Window) -> None:
-        """A window with credit; only the first one of a request decides."""
+        """A window with credit; only the first one of a request decides. One further on comes behind what was
+        verified in windows, which are audited themselves."""
+        if (kept := self._kept.get(window.request_id)) is not None and len(window.tokens) > len(kept.tokens):
+            kept.tokens, kept.broken = list(window.tokens), True
         if window.request_id not in self._kept:
             plain = replace(window, candidates=(), credit=0, stop_token_ids=(), max_len=0)
             chosen = self._random.random() < self._share
@@ -63,7 +68,9 @@ class KeptAnswers:
             return
         fresh, of = commit.logprobs[len(kept.tokens) - commit.base :], (member.actor_id, commit.fingerprint)
         last = kept.parts[-1] if kept.parts else None
-        if last is None or last.member is not member or (last.actor_id, last.fingerprint) != of:
+        same = last is not None and last.member is member and (last.actor_id, last.fingerprint) == of
+        if kept.broken or not same:
+            kept.broken = False
             kept.parts.append(Part(member, *of, replace(kept.first, tokens=tuple(kept.tokens))))
         kept.parts[-1].found += fresh
         kept.tokens += (x.token for x in fresh)

@@ -1,0 +1,289 @@
+"""Who is decoded which way in a replica, and when the policy is asked."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from llm42.config import Settings
+from llm42.engine.base import SAME_ID, Engine
+from llm42.host.cores import usable_cores
+from llm42.protocol import Request
+from llm42.session.interfaces import VerifierClient
+from llm42.session.machine import Session
+from llm42.session.outputs import EngineFailed
+from llm42.session.policy import (
+    HOLD,
+    LEAST_LEFT,
+    WAYS,
+    Load,
+    Progress,
+    Way,
+    choose,
+    choose_best_effort,
+    kv_needed,
+    moves,
+    patience_s,
+    planned,
+    rates,
+    settled_window,
+)
+
+log = logging.getLogger(__name__)
+Decide = Callable[[Progress, Load], Way]
+"""What says which way a request takes. It may say what it will: the output is the same."""
+AFTER = 8
+"""Times HOLD: so many tokens a request stays where it is that had to leave its way because nothing came."""
+PLAN_S, LEARN = 0.1, 0.1
+"""How often a plan is made, and what one request counts for what is typical."""
+MEMORY = 1 << 16
+"""Committed tokens after which what was learnt of rollbacks counts half."""
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How well the fast path's candidates stand, over all requests."""
+
+    committed: float = 0.0
+    rollbacks: float = 0.0
+    wasted: float = 0.0
+
+    def add(self, committed: int, rollbacks: int, wasted: int) -> None:
+        """What has come since."""
+        keep = 0.5 if self.committed > MEMORY else 1.0
+        self.committed = keep * self.committed + committed
+        self.rollbacks = keep * self.rollbacks + rollbacks
+        self.wasted = keep * self.wasted + wasted
+
+    @property
+    def wasted_share(self) -> float:
+        """Candidates thrown away per committed token."""
+        return self.wasted / max(1.0, self.committed)
+
+    def run(self, ahead: int) -> float:
+        """Tokens per rollback, as if so many had stood before; infinite without one."""
+        return (self.committed + ahead) / self.rollbacks if self.rollbacks else math.inf
+
+
+@dataclass(slots=True)
+class _Promised:
+    """What one request that goes direct still takes of its verifier's KV, in tokens."""
+
+    at_first: int
+    later: int
+
+
+@dataclass(slots=True)
+class Promises:
+    """KV of verifiers that requests of this replica have not taken yet: all of them see the same figures of
+    it, which are of a moment ago."""
+
+    total: int = 0
+    _of: dict[str, _Promised] = field(default_factory=dict)
+
+    def of(self, request_id: str) -> int:
+        """The request's own."""
+        return self._of[request_id].at_first if request_id in self._of else 0
+
+    def give(self, request_id: str, at_first: int, later: int) -> None:
+        """later: what it still takes once its verifier has admitted it."""
+        self.end(request_id)
+        self._of[request_id] = _Promised(at_first, later)
+        self.total += at_first
+
+    def admitted(self, request_id: str) -> None:
+        """The verifier holds what it had."""
+        if (promised := self._of.get(request_id)) is not None:
+            self.total += promised.later - promised.at_first
+            promised.at_first = promised.later
+
+    def end(self, request_id: str) -> None:
+        """It takes no more."""
+        if (promised := self._of.pop(request_id, None)) is not None:
+            self.total -= promised.at_first
+
+
+class Ways:
+    """One per generator; belongs to its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        decide: Decide = choose,
+        decide_best_effort: Decide = choose_best_effort,
+    ) -> None:
+        self._settings, self._engine = settings.session, engine
+        self._places = settings.engine.places
+        self._one_device = shares_device(settings)
+        self.decide, self.decide_best_effort, self.hold = decide, decide_best_effort, HOLD
+        self.best_effort = self.movable = 0
+        """Requests in progress that need no verifier, and those of them that it could decode."""
+        self.deterministic: set[str] = set()
+        """Ids of those in progress that a verifier decides on."""
+        self.acceptance, self.promises = Acceptance(), Promises()
+        self._ids: set[str] = set()
+        self._moves, self._plan = False, cast("Way | None", None)
+        """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
+        self._planned_at = 0.0
+        self._prompt, self._output = 0.0, float(LEAST_LEFT)
+        """Of a typical deterministic request, in tokens."""
+        self._failed = False
+        """The policy has raised something, and that was logged."""
+
+    def meet(self, verifier: VerifierClient) -> None:
+        """Where both share a device, each is told of the other: what it takes is no cost of theirs."""
+        if self._one_device and not self.pinned:
+            times = self._engine.times
+            times.neighbour = lambda: verifier.worked_s
+            verifier.beside(lambda: times.worked.seconds)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a setting says which way all take."""
+        return self._settings.mode != "auto"
+
+    @contextmanager
+    def counted(self, request: Request, verified: bool) -> Iterator[None]:
+        """A request while it is in progress. verified: a verifier decides on its tokens. Raises EngineFailed
+        for an id that is in use: where it may go both ways, an engine would only find that on the way."""
+        name, known = request.request_id, self._settings.mode != "verify"
+        if known and name in self._ids:
+            raise EngineFailed(SAME_ID)
+        moves = not verified and may_move(request)
+        if known:
+            self._ids.add(name)
+        if verified:
+            self.deterministic.add(name)
+        self.best_effort += not verified
+        self.movable += moves
+        try:
+            yield
+        finally:
+            self._ids.discard(name)
+            self.deterministic.discard(name)
+            self.promises.end(name)
+            self.best_effort -= not verified
+            self.movable -= moves
+
+    # ---- decisions
+
+    def first(self, session: Session, verifier: VerifierClient) -> Way:
+        """For a deterministic request that has not begun."""
+        return session.way if self.pinned else self.next(session, None, 0, verifier)
+
+    def next(self, session: Session, way: Way | None, held: int, verifier: VerifierClient) -> Way:
+        """For one that is under way. held: tokens that the engine has computed of it."""
+        return self._asked(self.decide, session.request, self.progress(session, way, held), verifier)
+
+    def next_best_effort(
+        self, request: Request, output: int, way: Way | None, held: int, verifier: VerifierClient
+    ) -> Way:
+        """For a best-effort request, with so many tokens of output."""
+        length = len(request.prompt) + output
+        progress = replace(
+            self._typical(way), length=length, output=output, most=request.max_tokens, held=held
+        )
+        return self._asked(self.decide_best_effort, request, progress, verifier)
+
+    def _asked(self, decide: Decide, request: Request, progress: Progress, verifier: VerifierClient) -> Way:
+        name, way = request.request_id, progress.way or "verify"
+        try:
+            way = decide(progress, self.load(verifier, request))
+        except Exception:  # of what may only cost time nobody's request ends
+            if not self._failed:
+                log.exception("which way is cheaper cannot be said: requests stay in theirs")
+            self._failed = True
+        if way == "direct":
+            later = progress.left
+            self.promises.give(name, later if progress.way == "direct" else kv_needed(progress), later)
+        else:
+            self.promises.end(name)
+        return way
+
+    def ended(self, session: Session) -> None:
+        """Learns from a deterministic request that is over."""
+        prompt, output = len(session.request.prompt), len(session.committed)
+        self._prompt += LEARN * (prompt - self._prompt) if self._prompt else prompt
+        self._output += LEARN * (output - self._output)
+
+    def patience_s(self, session: Session, begun: bool, verifier: VerifierClient) -> float:
+        """How long one that is decoded directly may wait for its next token. begun: it has had one there."""
+        load, deadline_s = self.load(verifier, session.request), self._settings.commit_deadline_s
+        return patience_s(self.progress(session, "direct", 0), load, deadline_s, begun)
+
+    # ---- what the policy is told
+
+    def load(self, verifier: VerifierClient, request: Request | None = None) -> Load:
+        """Of this replica and of the verifier that has the request or would get it."""
+        promised = self.promises.total - (0 if request is None else self.promises.of(request.request_id))
+        load = Load(
+            min(self.best_effort, self._places),
+            min(self.movable, self._places),
+            self._moves,
+            len(self.deterministic),
+            self._engine.times.costs,
+            verifier.load(request),
+            self._one_device,
+            self._plan,
+            promised,
+        )
+        if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
+            return load
+        self._planned_at = time.monotonic()
+        self._moves = moves(load)
+        self._plan = planned(self._typical(), replace(load, moves=self._moves))
+        return replace(load, moves=self._moves, plan=self._plan)
+
+    def progress(self, session: Session, way: Way | None, held: int) -> Progress:
+        """Of a deterministic request; by what others have shown until it has shown something itself."""
+        request, stats, output = session.request, session.stats, len(session.committed)
+        typical, mine = self._typical(way), stats.verified_tokens - stats.direct_tokens
+        if mine >= HOLD:
+            wasted = (stats.rolled_back_tokens - session.dropped) / mine
+            typical = replace(typical, wasted=wasted, window=session.target)
+        length, most = len(request.prompt) + output, request.max_tokens
+        return replace(typical, length=length, output=output, most=most, held=held)
+
+    def _typical(self, way: Way | None = None) -> Progress:
+        s, acceptance = self._settings, self.acceptance
+        run, wasted = acceptance.run(s.max_window), acceptance.wasted_share
+        window = settled_window(run, s.min_window, s.max_window)
+        found = Progress(way, wasted=wasted, window=window)
+        length, most = round(self._prompt), round(self._output)
+        return replace(
+            found, length=length, most=most, ahead=s.lookahead, deadline_s=s.commit_deadline_s, typical=most
+        )
+
+    def expected(self, verifier: VerifierClient) -> dict[Way, float]:
+        """Tokens per second of the deterministic requests that the model expects in each way now; zeros where
+        it knows too little, is not asked, or there are none."""
+        found = dict.fromkeys(WAYS, 0.0)
+        if self.pinned:
+            return found
+        try:
+            return found | rates(self._typical(), self.load(verifier))
+        except Exception:
+            log.exception("what is expected of each way cannot be said")
+            return found
+
+
+def may_move(request: Request) -> bool:
+    """Whether a verifier decodes a best-effort request as well as an engine does. Not one with a schema, or
+    with a seed, whose noise is the engine's, nor one that wants what comes with the prompt."""
+    drawn = request.seeded and request.sampling.temperature > 0.0
+    with_prompt = request.prompt_logprobs is not None or not request.max_tokens
+    return not (drawn or with_prompt or request.json_schema is not None)
+
+
+def shares_device(settings: Settings) -> bool:
+    """Whether an engine and a verifier compute on the same GPU, or on the same cores."""
+    engine, verifier = settings.engine, settings.verifier
+    if settings.model.device == "cuda":
+        return engine.gpus + verifier.gpus <= 1.0
+    return engine.thread_count + verifier.threads > usable_cores()

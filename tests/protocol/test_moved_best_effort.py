@@ -1,0 +1,146 @@
+"""Best-effort requests that a verifier decodes for a while: they never fail or wait because of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm42.errors import Overloaded, RequestRejected
+from llm42.protocol import FinishReason, Request, RequestStats, Window
+from llm42.session.driver import Generator
+from llm42.session.ways import may_move
+from llm42.telemetry import metrics as m
+from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching
+from tests.support import (
+    GREEDY,
+    SAMPLED,
+    Lab,
+    RandomWays,
+    check_blocks,
+    check_pool,
+    request_of,
+    sweep,
+    together,
+    wait_until,
+)
+
+
+def moving(lab: Lab, seed: int) -> Lab:
+    """Both classes change their ways at random."""
+    return replace(switching(lab, seed)[0], decide_best_effort=RandomWays(seed + 50), parts=lab.parts)
+
+
+@pytest.mark.parametrize("seed", sweep(range(4), quick=(0,)))
+def test_best_effort_that_moves(lab: Lab, seed: int) -> None:
+    """It has all of its tokens, whoever decoded them, and deterministic requests beside it theirs."""
+    engine, verifier = lab.engine(kv_tokens=1024), lab.verifier(1024).start()
+    metrics = Counts()
+    generator = moving(lab, seed).generator(engine, verifier, min_window=1, start_window=3)
+    generator.metrics = metrics
+    requests = [request_of(f"m{i}", i, max_tokens=40, sampling=KINDS[i % 3]) for i in range(4)]
+    plain = [
+        replace(r, request_id=f"b{i}", deterministic=False, seeded=False, num_logprobs=2, stream=i % 2 == 0)
+        for i, r in enumerate(requests)
+    ]
+    found = together(generator, [*requests, *plain])
+    assert lab.wrong(found[:4], requests) == []
+    for answer in found[4:]:
+        assert (len(answer.tokens), len(answer.logprobs), answer.finish) == (40, 40, FinishReason.LENGTH)
+        assert answer.text == lab.tokenizer.decode(answer.tokens)
+        assert answer.stats == RequestStats()
+    assert 0 < metrics.found[m.MOVED_TOKENS] < 160
+    assert nothing_left(generator)
+    assert wait_until(lambda: engine.load().kv_used == 0 and verifier.stats().kv_held_blocks == 0, 5.0)
+    check_pool(verifier._pool)
+    check_blocks(engine)
+
+
+def always_moved(lab: Lab, verifier: Any, **session: Any) -> Generator:
+    """A verifier has all best effort from its beginning."""
+    lab = replace(lab, mode="auto", decide_best_effort=lambda *_: "direct", parts=lab.parts)
+    generator = lab.generator(lab.engine(), verifier, commit_deadline_s=0.02, **session)
+    generator.metrics = Counts()
+    return generator
+
+
+def best_effort(count: int, **more: Any) -> list[Request]:
+    made = [request_of(f"e{i}", i, max_tokens=40, deterministic=False) for i in range(count)]
+    return [replace(r, seeded=False, **more) for r in made]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_moved_request_gets_what_the_verifier_says(lab: Lab, greedy: bool) -> None:
+    generator = always_moved(lab, lab.verifier().start())
+    requests = best_effort(3, sampling=GREEDY if greedy else SAMPLED)
+    assert (
+        lab.wrong([replace(a, stats=RequestStats()) for a in together(generator, requests)], requests) == []
+    )
+    assert generator.metrics.found[m.MOVED_TOKENS] == 120  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_a_moved_request_outlives_its_verifier(lab: Lab, tokens: int) -> None:
+    """It dies at the beginning, or after so many commits: the engine goes on behind what the client has."""
+    verifier = lab.verifier().start()
+    generator, requests = always_moved(lab, verifier, credit=2), best_effort(3)
+    if not tokens:
+        verifier.close()
+
+    async def read(request: Request) -> list[int]:
+        found = list[int]()
+        async for delta in generator.generate(request):
+            found += delta.token_ids
+            if tokens and len(found) >= tokens:
+                await asyncio.to_thread(verifier.close)
+        return found
+
+    async def all_of_them() -> list[list[int]]:
+        return list(await asyncio.gather(*map(read, requests)))
+
+    for request, found in zip(requests, asyncio.run(all_of_them()), strict=True):
+        assert len(found) == 40
+        assert tuple(found[:tokens]) == lab.oracle(request).tokens[:tokens]
+    assert nothing_left(generator)
+
+
+@pytest.mark.parametrize("kind", ["full", "silent"])
+def test_a_moved_request_does_not_wait(lab: Lab, kind: str) -> None:
+    """For a verifier that is full, or works on others alone."""
+
+    class Full(Starves):
+        def follow(self, window: Window, sink: Any) -> None:
+            super().follow(window, sink)
+            if kind == "full":
+                raise Overloaded("planted")
+
+    verifier = Full(lab.verifier().start())
+    generator = always_moved(lab, verifier)
+    assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
+    assert verifier.followed >= 3
+    assert nothing_left(generator)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seeded": True, "sampling": SAMPLED},
+        {"json_schema": "{}"},
+        {"prompt_logprobs": 1},
+        {"max_tokens": 0},
+    ],
+)
+def test_what_only_an_engine_does_stays_there(more: dict[str, Any]) -> None:
+    plain = Request("r", (1, 2), 9, seeded=False)
+    assert may_move(plain) and may_move(replace(plain, seeded=True))
+    assert not may_move(replace(plain, **more))
+
+
+def test_what_the_engine_refuses_is_refused_in_any_way(lab: Lab) -> None:
+    generator = always_moved(lab, lab.verifier().start())
+    generator.engine = lab.engine(kv_tokens=32)
+    with pytest.raises(RequestRejected):
+        together(generator, best_effort(1))
+    assert nothing_left(generator)

@@ -1,0 +1,154 @@
+"""The policy in a simulated cluster (tests/support/simulated_cluster.py): beside a replica that is pinned to
+either way it is never worse than the better one by more than a few per cent, and nobody changes its way
+often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from llm42.session import policy
+from llm42.session.policy import HOLD, Load, Progress, Way
+from llm42.step_times import Costs
+from tests.support.simulated_cluster import Cluster, Job
+
+WARM_S, MEASURED_S = 14.0, 10.0
+WORSE = 0.04
+"""Of the better pinned way's tokens per second. Runs of this length differ by as much as 2 % by chance."""
+
+
+def jobs(share: float, prompt: int = 256, most: int = 256, seed: int = 1) -> Iterator[Job]:
+    """Requests of mixed lengths, this share of them deterministic."""
+    random, due = Random(seed), 0.0
+    while True:
+        due += share
+        deterministic = due >= 1.0
+        due -= deterministic
+        yield Job(deterministic, *(round(n * random.uniform(0.5, 1.5)) for n in (prompt, most)))
+
+
+def run(mode: str, share: float, at_once: int, prompt: int = 256, **more: Any) -> tuple[float, Cluster]:
+    """Tokens per second once the costs are known."""
+    cluster, source = Cluster(mode=mode, **more), jobs(share, prompt)
+    cluster.run(WARM_S, source, at_once)
+    return cluster.run(WARM_S + MEASURED_S, source, at_once), cluster
+
+
+def beside_the_better(share: float, at_once: int, prompt: int = 256, **more: Any) -> tuple[float, Cluster]:
+    """Tokens per second, as a share of the better pinned way's."""
+    pinned = {k: v for k, v in more.items() if k not in ("knows_neighbour", "decide", "movable")}
+    best = max(run(mode, share, at_once, prompt, **pinned)[0] for mode in ("verify", "direct"))
+    found, cluster = run("auto", share, at_once, prompt, **more)
+    return found / best, cluster
+
+
+SLOW = Costs(((1.0, 0.04), (8.0, 0.06), (64.0, 0.3)), 4e-3)
+"""A verifier on a CPU that decodes more slowly than the fast path does."""
+FAST = Costs(((1.0, 0.02), (8.0, 0.03), (64.0, 0.16)), 2e-3)
+CASES: list[tuple[float, int, dict[str, Any]]] = [
+    *((share, at_once, {}) for share in (0.1, 0.5, 1.0) for at_once in (1, 8, 64)),
+    *((share, 64, {"devices": 2}) for share in (0.02, 0.1, 0.5, 1.0)),
+    *((share, 64, {"wrong": 0.02}) for share in (0.1, 0.5, 1.0)),
+    *((share, 64, {"movable": True}) for share in (0.1, 0.5, 1.0)),
+    *((share, 64, {"prompt": 1024}) for share in (0.1, 0.5, 1.0)),
+    *((share, 4, {"fast": FAST, "decode": SLOW, "windows": SLOW, "prompt": 32}) for share in (0.5, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("share", "at_once", "more"), CASES)
+def test_as_good_as_the_better_way(share: float, at_once: int, more: dict[str, Any]) -> None:
+    found, cluster = beside_the_better(share, at_once, **more)
+    assert found > 1.0 - WORSE
+    for job in cluster.ended:
+        assert job.changes <= bound(job)
+
+
+def bound(job: Job) -> float:
+    """How often it may have changed its way: every decision is twice as far from the one before."""
+    return math.log2(job.output / HOLD + 1)
+
+
+def test_moved_best_effort_is_faster() -> None:
+    """Half and half, all in one batch: better than either way without."""
+    found, _ = beside_the_better(0.5, 64, movable=True)
+    assert found > 1.15
+
+
+def test_control_without_regard_to_what_shares_the_device() -> None:
+    """Steps seem to take twice as long where both sides are busy, and what was measured so stays."""
+    found = [beside_the_better(share, at_once, knows_neighbour=False)[0] for share, at_once in WORST]
+    assert min(found) < 1.0 - WORSE
+
+
+WORST = [(0.5, 8), (1.0, 8), (0.5, 64)]
+
+
+@pytest.mark.parametrize("way", ["verify", "direct"])
+def test_control_the_wrong_way_is_noticed(way: Way) -> None:
+    found, _ = beside_the_better(0.1 if way == "direct" else 1.0, 64, decide=lambda _, __: way)
+    assert found < 1.0 - WORSE
+
+
+# ---- hysteresis
+
+
+class FlipFlop:
+    """Always the other way."""
+
+    def __call__(self, request: Progress, load: Load) -> Way:
+        return "direct" if request.way == "verify" else "verify"
+
+
+def test_nobody_changes_often_whatever_is_decided() -> None:
+    cluster = Cluster(decide=FlipFlop())
+    cluster.run(WARM_S, jobs(1.0, most=1000), 8)
+    assert cluster.ended and all(job.changes <= bound(job) for job in cluster.ended)
+    assert max(job.changes for job in cluster.ended) >= 2
+
+
+def after_a_change(**more: Any) -> Cluster:
+    """Deterministic requests alone, which are decoded directly; then best effort comes, and direct is the
+    worse way. The verifier's counts are late."""
+    cluster, alone = Cluster(late_s=2.0, **more), jobs(1.0, most=2000)
+    cluster.run(8.0, alone, 16)
+    cluster.changes = 0
+    cluster.run(20.0, jobs(0.05, most=2000), 96)
+    return cluster
+
+
+def test_late_counts_turn_nobody_back() -> None:
+    """Those who went to verify are, in the verifier's count of a moment ago, not other replicas' requests."""
+    assert 0 < after_a_change().changes <= 16 + 8
+
+
+def test_control_they_would_be_taken_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert after_a_change(knows_peak=False).changes > after_a_change().changes
+
+
+def noisy(margin: float, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often plans change where both ways cost the same, but for noise of 1.5 %."""
+    monkeypatch.setattr(policy, "MARGIN", margin)
+    random, changes, plan = Random(0), 0, policy.WAYS[0]
+    costs = dict.fromkeys(policy.WAYS, 0.01)
+    known = Load(deterministic=4, fast=Costs(((1.0, 0.01),)), plan=plan)
+    monkeypatch.setattr(policy, "prompts_s", lambda *_: 0.0)
+    monkeypatch.setattr(Load, "is_known", property(lambda _: True))
+    monkeypatch.setattr(policy, "round_s", lambda _, __, way: costs[way] * random.uniform(0.9925, 1.0075))
+    for _ in range(1000):
+        found = policy.planned(Progress(most=500), policy.replace(known, plan=plan))
+        assert found is not None
+        changes += found != plan
+        plan = found
+    return changes
+
+
+def test_noise_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert noisy(policy.MARGIN, monkeypatch) == 0
+
+
+def test_control_without_a_margin_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert noisy(0.0, monkeypatch) > 100
