@@ -299,4 +299,4 @@ class SaysOnce(Exchange):
     """Does not repeat what a lost call said."""
 
     def _repeat(self, up: Up, error: Exception) -> None:
-        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=()), error)
+        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=(), stops=()), error)

@@ -1,0 +1,125 @@
+"""How busy a verifier is, as a replica knows it: by what it said last, without the replica's own requests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm42.protocol import Request, SamplingParams, Window
+from llm42.step_times import Costs
+from llm42_serve.replica.verifier_pool import VerifierPool
+from tests.service.stand_ins import until
+from tests.service.test_following import Actor, pool_with
+
+STEPS, WINDOWS = Costs(((1.0, 0.1),), 0.01), Costs(((16.0, 0.2),))
+SAID: dict[str, Any] = {
+    "direct": 7,
+    "places": 64,
+    "kv_tokens": 1000,
+    "kv_used": 300,
+    "waited_s": 0.5,
+    "decode_steps": STEPS,
+    "window_steps": WINDOWS,
+}
+
+
+def publish(pool: VerifierPool, **said: Any) -> None:
+    """A look at the verifiers."""
+    for member in pool.members:
+        assert member.status is not None
+        member.status, member.told_at = replace(member.status, **SAID | said), time.monotonic()
+
+
+def followed(name: str) -> Window:
+    return Window(name, (3, 1), 2, (), SamplingParams(), credit=500, max_len=900)
+
+
+def request(name: str) -> Request:
+    return Request(name, (3, 1), 898, deterministic=True)
+
+
+async def test_by_the_last_look_before_anything_is_asked() -> None:
+    async with pool_with(Actor(), Actor()) as pool:
+        assert pool.load(None) is not None
+        publish(pool)
+        load = pool.load(request("new"))
+        assert load is not None
+        assert (load.direct, load.others, load.places, load.kv_free) == (7, 7, 64, 700)
+        assert (load.waited_s, load.decode_steps, load.window_steps, load.share) == (0.5, STEPS, WINDOWS, 0.5)
+        for member in pool.members:
+            member.status = None
+        assert pool.load(request("new")) is None
+
+
+async def test_answers_are_newer_and_own_requests_are_nobody_elses() -> None:
+    async with pool_with(Actor()) as pool:
+        publish(pool)
+        for name in ("a", "b"):
+            pool.follow(followed(name), lambda _: None)
+        (member,) = pool.members
+        await until(lambda: (load := pool.load(request("a"))) is not None and load.direct == 2)
+        load = pool.load(request("a"))
+        assert load is not None
+        assert (load.others, load.kv_free, load.places, load.decode_steps) == (0, 1 << 20, 64, STEPS)
+        pool.stop("a")
+        pool.stop("b")
+        assert member.direct == 0 and member.in_flight == 0
+        publish(pool, direct=2)  # of a moment ago, when these were among them
+        load = pool.load(request("a"))
+        assert load is not None and (load.direct, load.others) == (2, 0)
+        publish(pool, direct=9)
+        load = pool.load(request("a"))
+        assert load is not None and load.others == 7
+
+
+@pytest.mark.parametrize("name", ["placed", "new"])
+async def test_of_the_verifier_that_the_request_has_or_would_get(name: str) -> None:
+    async with pool_with(Actor(), Actor()) as pool:
+        publish(pool)
+        pool.follow(followed("placed"), lambda _: None)
+        await until(lambda: pool.asked("placed") != "")
+        wanted = pool._preferred((3, 1))
+        assert wanted is not None and wanted.name == pool.asked("placed")
+        other = next(m for m in pool.members if m is not wanted)
+        for member in pool.members:
+            assert member.status is not None
+            member.status = replace(member.status, places=1 if member is other else 2)
+        if name == "placed":
+            wanted.in_flight = 100  # a new one would go elsewhere
+        load = pool.load(request(name))
+        assert load is not None and load.places == 2
+        if name == "placed":
+            load = pool.load(request("new"))
+            assert load is not None and load.places == 1, "the control"
+
+
+async def test_a_stopped_request_keeps_its_place() -> None:
+    """Its windows go where its KV is, though another verifier has less to do."""
+    async with pool_with(Actor(), Actor()) as pool:
+        pool.follow(followed("a"), lambda _: None)
+        await until(lambda: pool.asked("a") != "")
+        first = next(m for m in pool.members if m.name == pool.asked("a"))
+        await until(lambda: bool(first.handle.verifier.requests))
+        pool.stop("a")
+        await until(lambda: first.handle.verifier.stopped == ["a"])
+        first.in_flight = 100
+        window = Window("a", (3, 1, 4), 2, (7, 8), SamplingParams())
+        await pool.verify([window])
+        assert first.handle.verifier.submitted == [window]
+        assert first.handle.verifier.released == []
+        first.in_flight = 0
+        pool.release("a")
+
+
+async def test_the_pool_tells_how_long_an_engine_beside_it_has_computed() -> None:
+    async with pool_with(Actor()) as pool:
+        pool.beside(lambda: 50.0)
+        pool.follow(followed("a"), lambda _: None)
+        (member,) = pool.members
+        await until(lambda: member.handle.verifier.neighbour is not None)
+        assert member.handle.verifier.neighbour() == pytest.approx(50.0, abs=1.0)
+        await until(lambda: pool.worked_s > 0)
+        assert pool.worked_s == pytest.approx(12.5, abs=1.0)
