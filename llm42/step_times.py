@@ -241,6 +241,8 @@ class VerifierLoad:
     """Of these, those of other replicas."""
     places: int = 0
     """Rows of its largest step; 0: not known."""
+    kv_tokens: int = 0
+    """All of its KV, in tokens."""
     kv_free: int = 0
     """KV that is free or can be evicted, in tokens."""
     waited_s: float = 0.0

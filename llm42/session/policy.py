@@ -48,8 +48,9 @@ LEAST_LEFT = 128
 max_tokens: few outputs are as long as they may be."""
 FULL = 0.9
 """Share of a verifier's places that may be in use for one more to go there."""
-ROOM = {False: FULL, True: 1.0}
-"""The same for best effort that comes and that is there."""
+COMES, STAYS = 0.5, 0.7
+"""Of places and KV the same for best effort that comes and that is there: no deterministic request is refused
+because of it (verifier.target_load)."""
 WAIT_STEPS, WAIT_DEADLINES, WAIT_PROMPTS = 32, 4, 4
 """Who is decoded directly and gets no token goes another way after so many steps, commit deadlines and, at
 its beginning, times that all prompts would take."""
@@ -178,7 +179,8 @@ def moves(load: Load) -> bool:
 def choose_best_effort(request: Progress, load: Load) -> Way:
     """For a best-effort request: direct, if a verifier is to decode it; verify: the fast path keeps it, or
     gets it back."""
-    if not load.is_known or not load.moves or not has_room(request, load, ROOM[request.way == "direct"]):
+    full = STAYS if request.way == "direct" else COMES
+    if not load.is_known or not load.moves or not has_room(request, load, full, (1.0 - full)):
         return "verify"
     if request.way != "verify":
         return "direct"
@@ -242,15 +244,15 @@ def kv_needed(request: Progress) -> int:
     return request.length + request.left
 
 
-def has_room(request: Progress, load: Load, full: float = FULL) -> bool:
+def has_room(request: Progress, load: Load, full: float = FULL, spare: float = 0.0) -> bool:
     """Whether the verifier has a place and KV for what is to come, beside what others were promised: who is
-    decoded there cannot be set aside between its windows. full: of the places."""
+    decoded there cannot be set aside between its windows. full: of the places; spare: of the KV."""
     verifier = load.verifier
     assert verifier is not None
     if verifier.places and verifier.direct >= full * verifier.places:
         return False
     needed = request.left if request.way == "direct" else kv_needed(request)
-    return verifier.kv_free - load.promised * verifier.share >= needed
+    return verifier.kv_free - load.promised * verifier.share - spare * verifier.kv_tokens >= needed
 
 
 def patience_s(request: Progress, load: Load, deadline_s: float, begun: bool) -> float:

@@ -136,6 +136,7 @@ class Front(ABC):
             self._window_times.costs,
             self.direct,
             places=self.places,
+            kv_tokens=self.kv_tokens,
             kv_free=self.kv_tokens - self.kv_used_tokens,
             waited_s=self._waited.value,
         )

@@ -25,7 +25,7 @@ async def told(lab: Lab, request: Request, verifier: object, engine: object) -> 
     return cached, stats.cached_prompt_tokens if stats is not None else 0
 
 
-@pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)
+@pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)  # who is asked first has it cached
 def test_what_is_cached_under_another_salt_is_not_found(lab: Lab) -> None:
     """The same prompt again: found under its own salt only, whether it has one or not."""
     engine, verifier = lab.engine(), lab.verifier().start()

@@ -10,6 +10,7 @@ import pytest
 
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import FinishReason, Request, RequestStats, Window
+from llm42.session.best_effort import Moved
 from llm42.session.driver import Generator
 from llm42.session.ways import may_move
 from llm42.telemetry import metrics as m
@@ -21,6 +22,7 @@ from tests.support import (
     RandomWays,
     check_blocks,
     check_pool,
+    collect,
     request_of,
     sweep,
     together,
@@ -121,6 +123,13 @@ def test_a_moved_request_does_not_wait(lab: Lab, kind: str) -> None:
     assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
     assert verifier.followed >= 3
     assert nothing_left(generator)
+
+
+def test_control_it_would_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Moved, "may_turn", False)
+    generator = always_moved(lab, Starves(lab.verifier().start()))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(collect(generator, best_effort(1)[0]), 3.0))
 
 
 @pytest.mark.parametrize(

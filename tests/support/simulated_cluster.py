@@ -131,7 +131,7 @@ class Cluster:
         said = self.said[0][1]
         others = max(0, said - (self.mine.most if self.knows_peak else direct))
         costs = self.decode_times.costs, self.window_times.costs
-        verifier = VerifierLoad(*costs, said, others, LARGEST, 10**9, self.waited.value)
+        verifier = VerifierLoad(*costs, said, others, LARGEST, 10**9, 10**9, self.waited.value)
         best_effort = sum(not j.deterministic for j in self.jobs)
         movable = best_effort if self.movable else 0
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs

@@ -26,24 +26,27 @@ from llm42.session.policy import (
     kv_needed,
     moves,
     patience_s,
+    planned,
+    prompts_s,
     rates,
     round_s,
     settled_window,
     switch_s,
-    total_s,
 )
 from llm42.step_times import Costs, VerifierLoad
-from tests.support.simulated_cluster import OURS, VLLM
+from tests.support.simulated_cluster import DECODE, VLLM, WINDOWS
 
 MUCH = 10**9
 
 
 def verifier(**more: Any) -> VerifierLoad:
-    known = {"decode_steps": OURS, "window_steps": OURS, "places": 1024, "kv_free": MUCH}
+    known = {"decode_steps": DECODE, "window_steps": WINDOWS, "places": 1024}
+    known |= {"kv_tokens": MUCH, "kv_free": MUCH}
     return VerifierLoad(**(known | more))
 
 
 LOAD = Load(fast=VLLM, verifier=verifier())
+TYPICAL = Progress(None, length=256, most=256, window=63, typical=256)
 NEW = Progress(None, length=1024, most=256, window=63)
 
 
@@ -56,16 +59,18 @@ def many(**more: Any) -> Load:
     return replace(LOAD, **({"best_effort": 248, "deterministic": 8} | more))
 
 
+# ---- the plan
+
+
 @pytest.mark.parametrize("count", [8, 64, 256])
 def test_where_all_are_deterministic_the_verifier_decodes(count: int) -> None:
-    assert choose(NEW, replace(LOAD, deterministic=count)) == "direct"
+    assert planned(TYPICAL, replace(LOAD, deterministic=count)) == "direct"
 
 
 @pytest.mark.parametrize(("count", "best_effort"), [(1, 63), (5, 251), (25, 231), (1, 7)])
 def test_few_among_many_are_verified(count: int, best_effort: int) -> None:
     load = replace(LOAD, deterministic=count, best_effort=best_effort)
-    assert choose(NEW, load) == "verify"
-    assert choose(under_way("direct"), load) == "verify"
+    assert planned(TYPICAL, load) == planned(TYPICAL, replace(load, plan="direct")) == "verify"
 
 
 def test_what_is_not_known_is_measured() -> None:
@@ -78,92 +83,88 @@ def test_what_is_not_known_is_measured() -> None:
     ):
         for best_effort in (0, 3):
             known = replace(load, best_effort=best_effort, movable=best_effort)
-            assert choose(NEW, known) == "verify"
-            assert [choose(under_way(way), known) for way in WAYS] == [*WAYS]
+            assert planned(TYPICAL, known) is None
+            for plan in (None, *WAYS):
+                told = replace(known, plan=plan, moves=True)
+                assert choose(NEW, told) == "verify"
+                assert [choose(under_way(way), told) for way in WAYS] == [*WAYS]
+                assert choose_best_effort(NEW, told) == "verify"
             assert not moves(known)
-            assert choose_best_effort(NEW, replace(known, moves=True)) == "verify"
             assert rates(NEW, known) == {}
 
 
 def test_a_verifier_that_was_never_asked_to_decode_is_tried() -> None:
     windows_alone = verifier(decode_steps=Costs())
-    assert choose(NEW, replace(LOAD, deterministic=64, verifier=windows_alone)) == "direct"
+    assert planned(TYPICAL, replace(LOAD, deterministic=64, verifier=windows_alone)) == "direct"
 
 
-TERMS: dict[str, tuple[Progress, Load, Progress, Load]] = {
-    "best effort shares the step": (
-        under_way("verify"), many(), under_way("verify"), many(best_effort=0),
-    ),
-    "rollbacks": (
-        under_way("verify", wasted=60.0), many(), under_way("verify"), many(),
-    ),
-    "others are decoded there anyway": (
-        under_way("verify"), many(verifier=verifier(others=20)), under_way("verify"), many(),
-    ),
+def test_a_plan_stands_while_nobody_needs_it() -> None:
+    for plan in (None, *WAYS):
+        assert planned(TYPICAL, many(deterministic=0, plan=plan)) == plan
+
+
+HALF = {"deterministic": 32, "best_effort": 32}
+PLANS: dict[str, tuple[Progress, Load, Progress, Load]] = {
+    "best effort shares the step": (TYPICAL, many(), TYPICAL, many(best_effort=0)),
+    "rollbacks": (replace(TYPICAL, wasted=9.0), many(**HALF), TYPICAL, many(**HALF)),
+    "others are decoded there anyway": (TYPICAL, many(**HALF, verifier=verifier(others=20)), TYPICAL, many(**HALF)),
     "the prompt is computed twice": (
-        replace(NEW, length=60_000), many(deterministic=64, best_effort=64),
-        replace(NEW, length=10), many(deterministic=64, best_effort=64),
+        replace(TYPICAL, length=4000), many(**HALF), TYPICAL, many(**HALF),
     ),
-    "a switch computes what the fast path does not hold": (
-        under_way("direct", held=0, length=90_000), many(), under_way("direct"), many(),
-    ),
-    "tokens that are left pay for a switch": (
-        under_way("direct", output=1024, most=1034, held=0), many(),
-        under_way("direct", output=1024, most=2048, held=0), many(),
+    "how long outputs are": (
+        replace(TYPICAL, length=4000), many(**HALF),
+        replace(TYPICAL, length=4000, most=10_000, typical=10_000), many(**HALF),
     ),
     "windows that wait": (
-        under_way("verify", ahead=8), many(verifier=verifier(waited_s=9.0)),
-        under_way("verify", ahead=8), many(),
+        replace(TYPICAL, ahead=8), many(**HALF, verifier=verifier(waited_s=9.0)),
+        replace(TYPICAL, ahead=8), many(**HALF),
     ),
-    "short windows fill steps badly": (
-        under_way("verify", window=1), many(deterministic=64, best_effort=64),
-        under_way("verify", window=63), many(deterministic=64, best_effort=64),
-    ),
+    "short windows fill steps badly": (replace(TYPICAL, window=7), many(**HALF), TYPICAL, many(**HALF)),
     "a slow fast path has short windows": (
-        under_way("verify", deadline_s=0.001), many(deterministic=64, best_effort=64),
-        under_way("verify"), many(deterministic=64, best_effort=64),
-    ),
-    "KV for what is to come": (
-        under_way("verify"), many(best_effort=0, verifier=verifier(kv_free=100)),
-        under_way("verify"), many(best_effort=0),
-    ),
-    "KV that others were promised": (
-        under_way("verify"), many(best_effort=0, promised=MUCH - 100.0),
-        under_way("verify"), many(best_effort=0),
-    ),
-    "KV for a prompt": (
-        NEW, replace(LOAD, deterministic=8, verifier=verifier(kv_free=1024)),
-        NEW, replace(LOAD, deterministic=8),
-    ),
-    "places": (
-        NEW, replace(LOAD, deterministic=8, verifier=verifier(direct=1000)),
-        NEW, replace(LOAD, deterministic=8),
+        replace(TYPICAL, deadline_s=0.05), many(**HALF), TYPICAL, many(**HALF),
     ),
     "on two devices neither waits": (
-        under_way("verify"), many(one_device=False, deterministic=60, best_effort=196),
-        under_way("verify"), many(one_device=True, deterministic=60, best_effort=196),
+        TYPICAL, many(**HALF, one_device=False), TYPICAL, many(**HALF),
+    ),
+    "on two devices a verifier has nothing else to do than prompts": (
+        replace(TYPICAL, length=2000), many(best_effort=0, deterministic=64, one_device=False),
+        replace(TYPICAL, length=2000), many(best_effort=0, deterministic=64),
     ),
     "several verifiers share the requests": (
-        under_way("verify"),
-        many(one_device=False, deterministic=248, best_effort=8, verifier=verifier(share=0.1, others=200)),
-        under_way("verify"),
-        many(one_device=False, deterministic=248, best_effort=8, verifier=verifier(share=1.0, others=700)),
+        TYPICAL, many(best_effort=0, deterministic=64, one_device=False, verifier=verifier(share=0.1)),
+        TYPICAL, many(best_effort=0, deterministic=64, one_device=False),
     ),
     "best effort that has moved is in the same step": (
-        under_way("verify"), many(movable=248, moves=True), under_way("verify"), many(movable=248),
+        TYPICAL, many(**HALF, movable=32, moves=True), TYPICAL, many(**HALF, movable=32),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("term", PLANS)
 def test_each_term_decides_somewhere(term: str) -> None:
-    request, load, without, load_without = TERMS[term]
-    assert choose(request, load) != choose(without, load_without)
+    typical, load, without, load_without = PLANS[term]
+    assert planned(typical, load) != planned(without, load_without)
+
+
+def test_a_plan_needs_a_margin_to_change() -> None:
+    loads = [
+        replace(LOAD, best_effort=best_effort, deterministic=count)
+        for best_effort in range(0, 256, 3)
+        for count in range(1, 256 - best_effort, 3)
+    ]
+
+    def cost(load: Load, way: Way) -> float:
+        return TYPICAL.left * round_s(TYPICAL, load, way) + prompts_s(TYPICAL, load, way)
+
+    near = [load for load in loads if abs(1 - cost(load, "verify") / cost(load, "direct")) < MARGIN / 2]
+    assert near
+    for load in near:
+        assert [planned(TYPICAL, replace(load, plan=way)) for way in WAYS] == [*WAYS]
 
 
 def test_a_round_is_what_the_formula_says() -> None:
     load = many(deterministic=64, best_effort=64)
-    fast, decoded = 64 / (2 * 0.0094), 64 / (2 * 0.0060)
+    fast, decoded = 64 / (2 * 0.0094), 64 / (2 * 0.0096)
     assert round_s(NEW, load, "direct") == pytest.approx(128 / (fast + decoded))
     # F(128) = 10.5 ms; windows of 64 rows take 6 ms, in which less than one other comes
     assert round_s(NEW, load, "verify") == pytest.approx(0.0105 + 64 * 0.0060 / 64)
@@ -174,47 +175,77 @@ def test_a_round_is_what_the_formula_says() -> None:
     assert round_s(NEW, others, "verify") == pytest.approx(2 * 0.0105 + 64 * 0.0060 / 64)
     assert rates(NEW, load) == {"verify": pytest.approx(64 / 0.0165), "direct": pytest.approx(decoded)}
     moved = replace(load, movable=64, moves=True)
-    assert round_s(NEW, moved, "direct") == pytest.approx(OURS.at(128))
-    assert rates(NEW, moved)["direct"] == pytest.approx(64 / OURS.at(128))
+    assert round_s(NEW, moved, "direct") == pytest.approx(0.0108)
+    assert rates(NEW, moved)["direct"] == pytest.approx(64 / 0.0108)
     assert rates(NEW, replace(load, deterministic=0)) == {}
+
+
+def test_prompts_are_computed_by_both_or_by_one() -> None:
+    fast, canonical = 8 * 1024 * VLLM.row_s, 8 * 1024 * WINDOWS.row_s
+    assert prompts_s(NEW, many(), "verify") == pytest.approx(fast + canonical)
+    assert prompts_s(NEW, many(), "direct") == pytest.approx(canonical)
+    apart = many(one_device=False, verifier=verifier(share=0.5))
+    assert prompts_s(NEW, apart, "verify") == pytest.approx(max(fast, canonical / 2))
+    assert prompts_s(NEW, apart, "direct") == pytest.approx(canonical / 2)
+
+
+# ---- one request
+
+
+DIRECT, VERIFY = many(best_effort=0, plan="direct"), many(plan="verify")
+CHANGES: dict[str, tuple[Progress, Load, Progress, Load]] = {
+    "a new one follows the plan": (NEW, DIRECT, NEW, VERIFY),
+    "so does one that gains": (under_way("direct"), VERIFY, under_way("direct"), DIRECT),
+    "a switch computes what the fast path does not hold": (
+        under_way("direct", held=0, length=90_000), VERIFY, under_way("direct"), VERIFY,
+    ),
+    "tokens that are left pay for a switch": (
+        under_way("direct", output=1024, most=1034, held=0), VERIFY,
+        under_way("direct", output=1024, most=9000, held=0), VERIFY,
+    ),
+    "KV for what is to come": (
+        under_way("verify"), replace(DIRECT, verifier=verifier(kv_free=100)), under_way("verify"), DIRECT,
+    ),
+    "KV that others were promised": (
+        under_way("verify"), replace(DIRECT, promised=MUCH - 100.0), under_way("verify"), DIRECT,
+    ),
+    "KV for a prompt": (NEW, replace(DIRECT, verifier=verifier(kv_free=1024)), NEW, DIRECT),
+    "places": (NEW, replace(DIRECT, verifier=verifier(direct=1000)), NEW, DIRECT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("term", CHANGES)
+def test_each_term_decides_for_somebody(term: str) -> None:
+    request, load, without, load_without = CHANGES[term]
+    assert choose(request, load) != choose(without, load_without)
+
+
+def test_who_gains_little_stays() -> None:
+    """A request need not follow a plan at once: by a margin of its own."""
+    load = replace(LOAD, best_effort=0, deterministic=8)
+    tie = round_s(under_way("verify"), load, "verify")
+    for gain, goes in ((MARGIN / 2, False), (MARGIN * 2, True)):
+        costs = Costs(((8.0, tie * (1 - gain)),))
+        told = replace(load, plan="direct", verifier=verifier(decode_steps=costs))
+        assert (choose(under_way("verify"), told) == "direct") == goes
 
 
 def test_the_prefill_of_a_switch() -> None:
     request = under_way("direct", held=1000, length=1500)
     assert switch_s(request, many(), "verify") == pytest.approx(8 * 500 * VLLM.row_s)
     assert switch_s(request, many(), "direct") == 0.0
-    assert switch_s(replace(request, way="verify"), many(), "verify") == 0.0
-    assert switch_s(NEW, many(), "verify") == pytest.approx(8 * 1024 * VLLM.row_s)
     unknown = many(fast=replace(VLLM, row_s=0.0))
-    assert switch_s(NEW, unknown, "verify") == pytest.approx(8 * 1024 * OURS.row_s), "as its verifier does"
+    assert switch_s(request, unknown, "verify") == pytest.approx(8 * 500 * DECODE.row_s), (
+        "as its verifier does"
+    )
 
 
 def test_few_outputs_are_as_long_as_they_may_be() -> None:
     assert under_way("verify", output=0, most=10_000).left == LEAST_LEFT
     assert under_way("verify", output=1000, most=10_000).left == 1000
     assert under_way("verify", output=1000, most=1010).left == 10
+    assert (TYPICAL.left, replace(TYPICAL, most=50).left) == (256, 50)
     assert kv_needed(under_way("verify", output=1000, most=1010)) == 2034
-
-
-def test_who_has_begun_needs_a_margin() -> None:
-    """Near a tie it stays in either way; a new one takes what is cheaper by however little."""
-    near = [
-        replace(LOAD, best_effort=best_effort, deterministic=count)
-        for best_effort in range(0, 256, 3)
-        for count in range(1, 256 - best_effort, 3)
-    ]
-    tied = [
-        load
-        for load in near
-        if 0
-        < abs(1 - total_s(under_way("verify"), load, "verify") / total_s(under_way("verify"), load, "direct"))
-        < MARGIN / 2
-    ]
-    assert tied
-    for load in tied:
-        assert [choose(under_way(way), load) for way in WAYS] == [*WAYS]
-        costs = [total_s(NEW, load, way) for way in WAYS]
-        assert choose(NEW, load) == ("direct" if costs[1] <= costs[0] else "verify")
 
 
 # ---- best effort
@@ -229,8 +260,9 @@ def test_best_effort_moves_where_both_gain() -> None:
     assert moves(load)
     there = replace(load, moves=True)
     assert choose_best_effort(NEW, there) == "direct"
-    assert choose(NEW, there) == "direct"
-    assert choose_best_effort(under_way("verify"), there) == "direct"
+    assert planned(TYPICAL, there) == "direct"
+    long = under_way("verify", output=8000, most=50_000, length=8100)
+    assert choose_best_effort(long, there) == "direct"
     assert choose_best_effort(under_way("direct"), there) == "direct"
 
 
@@ -252,7 +284,7 @@ def test_and_nowhere_else(why: str, load: Callable[[], Load]) -> None:
     assert choose_best_effort(under_way("direct"), load()) == "verify", "it goes back"
 
 
-@pytest.mark.parametrize("full", [{"kv_free": 10}, {"direct": 1024}])
+@pytest.mark.parametrize("full", [{"kv_free": MUCH // 4}, {"direct": 800}])
 def test_a_full_verifier_takes_no_best_effort(full: dict[str, int]) -> None:
     load = all_movable(32, 32, moves=True, verifier=verifier(**full))
     for request in (NEW, under_way("verify"), under_way("direct")):
@@ -261,23 +293,35 @@ def test_a_full_verifier_takes_no_best_effort(full: dict[str, int]) -> None:
 
 def test_a_long_prompt_does_not_move_for_a_few_tokens() -> None:
     load = all_movable(32, 32, moves=True)
-    long = under_way("verify", output=1000, most=1010, length=60_000)
+    long = under_way("verify", output=1000, most=1200, length=60_000)
     assert choose_best_effort(long, load) == "verify"
-    assert choose_best_effort(replace(long, most=50_000), load) == "direct"
+    assert choose_best_effort(replace(long, length=100), load) == "direct"
 
 
 def test_that_best_effort_moves_stands_until_there_is_another_answer() -> None:
     """Between the two there is room: what comes by margin does not go by noise."""
 
     def of(seconds: float) -> Load:
-        costs = Costs(((64.0, seconds),))
+        costs = Costs(((32.0, 0.02), (64.0, seconds)))
         return all_movable(32, 32, verifier=verifier(decode_steps=costs))
 
-    stays_s = min(round_s(NEW, of(0.01), way) for way in WAYS)
+    stays_s = round_s(Progress(), of(0.02), "verify")
     between = of(stays_s * (1 - MOVE_MARGIN / 2))
     assert not moves(between)
     assert moves(replace(between, moves=True))
+    assert moves(of(stays_s * (1 - 2 * MOVE_MARGIN)))
     assert not moves(replace(of(stays_s * 1.5), moves=True))
+
+
+def test_others_requests_are_not_tried_for_little() -> None:
+    """Of so many decoded together only an estimate is known, which is rather too cheap."""
+    known = all_movable(8, 56, verifier=verifier(decode_steps=Costs(((8.0, 0.0056), (64.0, 0.0080)))))
+    guessed = replace(
+        known, verifier=verifier(decode_steps=Costs(((8.0, 0.0056),), 43e-6), window_steps=Costs())
+    )
+    assert known.verifier is not None and guessed.verifier is not None
+    assert guessed.verifier.decode.at(64) == pytest.approx(known.verifier.decode.at(64), rel=0.01)
+    assert moves(known) and not moves(guessed)
 
 
 # ---- how long somebody waits

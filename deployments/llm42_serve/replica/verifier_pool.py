@@ -202,6 +202,7 @@ class VerifierPool:
             direct,
             max(0, direct - member.decoded.most),
             status.places,
+            status.kv_tokens,
             max(0, kv_free),
             waited_s,
             1.0 / max(1, len(self.ready)),
