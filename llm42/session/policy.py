@@ -162,17 +162,18 @@ def planned(typical: Progress, load: Load) -> Way | None:
     return other if cost[other] < (1.0 - MARGIN) * cost[load.plan] else load.plan
 
 
-def moves(load: Load) -> bool:
-    """Whether best effort is to be decoded with the deterministic requests, because that is faster for both.
-    One answer for all of a replica, which stands until there is another: half of them there is worst."""
+def moves(typical: Progress, load: Load) -> bool:
+    """Whether best effort is to be decoded with the deterministic requests, because that is faster for both,
+    where these are like this one. One answer for all of a replica, which stands until there is another: half
+    of them there is worst."""
     if not load.is_known or not load.deterministic or not load.movable:
         return False
     assert load.verifier is not None
     known = load.verifier.decode_steps.times
     measured = bool(known) and 2 * known[-1][0] >= load.verifier.others + load.joined
     margin = 0.0 if load.moves else MOVE_MARGIN if measured else TRY_MARGIN
-    stays_s = min(round_s(Progress(), replace(load, moves=False), way) for way in WAYS)
-    moved_s = round_s(Progress(), replace(load, moves=True), "direct")
+    stays_s = min(round_s(typical, replace(load, moves=False), way) for way in WAYS)
+    moved_s = round_s(typical, replace(load, moves=True), "direct")
     return moved_s < stays_s * (1.0 - margin)
 
 

@@ -235,9 +235,9 @@ class Ways:
         )
         if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
             return load
-        self._planned_at = time.monotonic()
-        self._moves = moves(load)
-        self._plan = planned(self._typical(), replace(load, moves=self._moves))
+        self._planned_at, typical = time.monotonic(), self._typical()
+        self._moves = moves(typical, load)
+        self._plan = planned(typical, replace(load, moves=self._moves))
         return replace(load, moves=self._moves, plan=self._plan)
 
     def progress(self, session: Session, way: Way | None, held: int) -> Progress:

@@ -136,10 +136,10 @@ class Cluster:
         movable = best_effort if self.movable else 0
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs
         load = Load(best_effort, movable, self.moves, count, fast, verifier, self.devices == 1, self.plan)
-        self.moves = moves(load)
         lengths = [(j.prompt, j.output) for j in self.ended if j.deterministic][-32:]
         prompt, output = (round(fmean(x)) for x in zip(*lengths, strict=True)) if lengths else (0, LEAST_LEFT)
         typical = replace(self._progress(Job(True, prompt, output), None), typical=output)
+        self.moves = moves(typical, load)
         self.plan = planned(typical, replace(load, moves=self.moves))
         return replace(load, moves=self.moves, plan=self.plan)
 

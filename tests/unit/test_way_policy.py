@@ -89,7 +89,7 @@ def test_what_is_not_known_is_measured() -> None:
                 assert choose(NEW, told) == "verify"
                 assert [choose(under_way(way), told) for way in WAYS] == [*WAYS]
                 assert choose_best_effort(NEW, told) == "verify"
-            assert not moves(known)
+            assert not moves(TYPICAL, known)
             assert rates(NEW, known) == {}
 
 
@@ -107,7 +107,9 @@ HALF = {"deterministic": 32, "best_effort": 32}
 PLANS: dict[str, tuple[Progress, Load, Progress, Load]] = {
     "best effort shares the step": (TYPICAL, many(), TYPICAL, many(best_effort=0)),
     "rollbacks": (replace(TYPICAL, wasted=9.0), many(**HALF), TYPICAL, many(**HALF)),
-    "others are decoded there anyway": (TYPICAL, many(**HALF, verifier=verifier(others=20)), TYPICAL, many(**HALF)),
+    "others are decoded there anyway": (
+        TYPICAL, many(**HALF, verifier=verifier(others=20)), TYPICAL, many(**HALF),
+    ),
     "the prompt is computed twice": (
         replace(TYPICAL, length=4000), many(**HALF), TYPICAL, many(**HALF),
     ),
@@ -257,7 +259,7 @@ def all_movable(count: int, best_effort: int, **more: Any) -> Load:
 
 def test_best_effort_moves_where_both_gain() -> None:
     load = all_movable(32, 32)
-    assert moves(load)
+    assert moves(TYPICAL, load)
     there = replace(load, moves=True)
     assert choose_best_effort(NEW, there) == "direct"
     assert planned(TYPICAL, there) == "direct"
@@ -279,7 +281,7 @@ CASES: list[tuple[str, Callable[[], Load]]] = [
 
 @pytest.mark.parametrize(("why", "load"), CASES)
 def test_and_nowhere_else(why: str, load: Callable[[], Load]) -> None:
-    assert not moves(load())
+    assert not moves(TYPICAL, load())
     assert choose_best_effort(NEW, load()) == "verify"
     assert choose_best_effort(under_way("direct"), load()) == "verify", "it goes back"
 
@@ -305,23 +307,22 @@ def test_that_best_effort_moves_stands_until_there_is_another_answer() -> None:
         costs = Costs(((32.0, 0.02), (64.0, seconds)))
         return all_movable(32, 32, verifier=verifier(decode_steps=costs))
 
-    stays_s = round_s(Progress(), of(0.02), "verify")
+    stays_s = round_s(TYPICAL, of(0.02), "verify")
     between = of(stays_s * (1 - MOVE_MARGIN / 2))
-    assert not moves(between)
-    assert moves(replace(between, moves=True))
-    assert moves(of(stays_s * (1 - 2 * MOVE_MARGIN)))
-    assert not moves(replace(of(stays_s * 1.5), moves=True))
+    assert not moves(TYPICAL, between)
+    assert moves(TYPICAL, replace(between, moves=True))
+    assert moves(TYPICAL, of(stays_s * (1 - 2 * MOVE_MARGIN)))
+    assert not moves(TYPICAL, replace(of(stays_s * 1.5), moves=True))
 
 
 def test_others_requests_are_not_tried_for_little() -> None:
     """Of so many decoded together only an estimate is known, which is rather too cheap."""
-    known = all_movable(8, 56, verifier=verifier(decode_steps=Costs(((8.0, 0.0056), (64.0, 0.0080)))))
-    guessed = replace(
-        known, verifier=verifier(decode_steps=Costs(((8.0, 0.0056),), 43e-6), window_steps=Costs())
-    )
-    assert known.verifier is not None and guessed.verifier is not None
-    assert guessed.verifier.decode.at(64) == pytest.approx(known.verifier.decode.at(64), rel=0.01)
-    assert moves(known) and not moves(guessed)
+    measured, row_s = Costs(((8.0, 0.0056), (64.0, 0.0085))), 51.8e-6
+    known = all_movable(8, 56, verifier=verifier(decode_steps=measured))
+    one_size = verifier(decode_steps=Costs(measured.times[:1], row_s), window_steps=Costs())
+    guessed = replace(known, verifier=one_size)
+    assert one_size.decode.at(64) == pytest.approx(measured.at(64), rel=0.01)
+    assert moves(TYPICAL, known) and not moves(TYPICAL, guessed)
 
 
 # ---- how long somebody waits
