@@ -149,9 +149,13 @@ def vllm_settings(directory: str, share: float) -> Any:
             "vllm": {"gpu_memory_utilization": share, "max_num_seqs": 256, "extra_args": extra},
         },
         "session": {
-            "mode": "verify", "min_window": 31, "start_window": 31, "max_window": 63, "commit_deadline_s": 5.0,
+            "mode": "verify",
+            "min_window": 31,
+            "start_window": 31,
+            "max_window": 63,
+            "commit_deadline_s": 5.0,
         },
-    }  # fmt: skip
+    }
     return Settings.load(tree)
 
 
