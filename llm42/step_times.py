@@ -131,8 +131,13 @@ class StepTimes:
 
     def add(self, decoded: int, others: float, seconds: float) -> None:
         """One step, or the mean of some. Those that decode 0, 1, 2 to 3, 4 to 7 ... rows are apart."""
-        size, now, theirs = self._sizes[min(decoded.bit_length(), SIZES - 1)], self._clock(), self.neighbour()
-        (before, theirs_before), self._seen = self._seen, (now, theirs)
+        size, now = self._sizes[min(decoded.bit_length(), SIZES - 1)], self._clock()
+        before, theirs_before = self._seen
+        try:
+            theirs = self.neighbour()
+        except Exception:  # steps go on, whatever is the matter with what is told of another process
+            theirs = theirs_before
+        self._seen = now, theirs
         if size and now - size[-1][3] < APART_S:
             return
         beside = min(1.0, max(0.0, theirs - theirs_before) / max(now - before, 1e-9))

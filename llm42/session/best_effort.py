@@ -4,6 +4,8 @@ goes on behind what the client has."""
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +16,7 @@ from llm42.session.direct import DirectDrive
 from llm42.session.drive import Owner, Shared
 from llm42.session.inbox import ANY, NONE, Inbox
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
-from llm42.session.policy import Way
+from llm42.session.policy import WAIT_DEADLINES, Way
 from llm42.session.verify_call import judged
 from llm42.session.ways import AFTER, may_move
 from llm42.telemetry import metrics as m
@@ -36,6 +38,11 @@ class Moved(DirectDrive):
         now, before = self.session.stats, self.shared.counted
         self.owner.metrics.inc(m.MOVED_TOKENS, now.verified_tokens - before.verified_tokens)
         self.shared.counted = replace(now)
+
+    def _unheard_s(self) -> float:
+        """Whatever the reason is: it was moved to be faster."""
+        waited_s = time.monotonic() - self.came_at
+        return WAIT_DEADLINES * self.settings.commit_deadline_s - waited_s if self.may_turn else math.inf
 
     def give_up(self, reason: LLM42Error) -> None:
         """It had to wait."""
