@@ -159,8 +159,6 @@ class Verifier(Admission):
         else:
             self._window_times.add(flight.rows, 0, seconds)
         self._step_s += seconds
-        if now - self._counted_at >= COUNT_S:
-            self._counted_at, self._in_use = now, self._pool.held - self._store.evictable
         self._followers.settle(flight.decodes, results[:decoding])
         for (job, count), sampled in zip(flight.plan, results[decoding:], strict=True):
             if job.abandoned:
@@ -173,6 +171,8 @@ class Verifier(Admission):
             elif not job.cold and job.sequence is not None:
                 # of candidates only what stands is published: when the window is answered
                 self._store.publish(job.sequence, min(job.next, len(job.window.tokens)))
+        if now - self._counted_at >= COUNT_S:
+            self._counted_at, self._in_use = now, self._pool.held - self._store.evictable
 
     def _drain(self) -> None:
         while not self._inbox.empty():

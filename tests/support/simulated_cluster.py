@@ -43,7 +43,7 @@ WINDOWS = Costs(
 )
 """An 8B model on one H200: vLLM's steps, the verifier's by the requests that it decodes, and by the rows of
 windows."""
-LEAST, WINDOW, AHEAD, START = 7, 63, 128, 15
+LEAST, WINDOW, AHEAD, START, DEADLINE_S = 7, 63, 128, 15, 0.5
 Choice = Callable[[Progress, Load], Way]
 
 
@@ -102,7 +102,11 @@ class Cluster:
     changes: int = 0
     moves: bool = False
     plan: Way | None = None
+    typical: int = LEAST_LEFT
     ended: list[Job] = field(default_factory=list)
+    work: list[tuple[float, Callable[[], None]] | None] = field(default_factory=lambda: [None, None])
+    """The steps that run, of the engine and of the verifier: the seconds that each still needs of the device,
+    and its end."""
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,8 +141,11 @@ class Cluster:
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs
         load = Load(best_effort, movable, self.moves, count, fast, verifier, self.devices == 1, self.plan)
         lengths = [(j.prompt, j.output) for j in self.ended if j.deterministic][-32:]
-        prompt, output = (round(fmean(x)) for x in zip(*lengths, strict=True)) if lengths else (0, LEAST_LEFT)
-        typical = replace(self._progress(Job(True, prompt, output), None), typical=output)
+        if lengths:
+            prompt, self.typical = (round(fmean(of_kind)) for of_kind in zip(*lengths, strict=True))
+        else:
+            prompt, self.typical = 0, LEAST_LEFT
+        typical = self._progress(Job(True, prompt, self.typical), None)
         self.moves = moves(typical, load)
         self.plan = planned(typical, replace(load, moves=self.moves))
         return replace(load, moves=self.moves, plan=self.plan)
@@ -147,7 +154,8 @@ class Cluster:
         run, wasted = self.acceptance.run(WINDOW), self.acceptance.wasted_share
         window = settled_window(run, LEAST, WINDOW)
         length = job.prompt + job.output
-        return Progress(way, length, job.output, job.most, job.held, wasted, window, AHEAD, 0.5)
+        known = job.output, job.most, job.held, wasted, window, AHEAD
+        return Progress(way, length, *known, typical=self.typical, deadline_s=DEADLINE_S)
 
     # ---- requests
 
@@ -230,8 +238,11 @@ class Cluster:
                 self._may_change(job)
             return
         job.proposed += 1
+        self._send_due(job)
+
+    def _send_due(self, job: Job) -> None:
         over = job.output + job.proposed >= job.most
-        if not job.waits and (job.proposed >= job.target or over):
+        if job.proposed and not job.waits and (job.proposed >= job.target or over):
             job.waits, job.window, job.sent_at = True, min(WINDOW, job.proposed), self.now
             self.queue.append(job)
 
@@ -293,13 +304,15 @@ class Cluster:
         self._commit(job, accepted + 1)
         if job.output < job.most:
             self._may_change(job)
+            if job.way == "verify":
+                self._send_due(job)
 
     # ---- time
 
     def run(self, until: float, source: Iterator[Job], at_once: int) -> float:
         """Keeps so many requests in progress until then; returns output tokens per second."""
         began, before = self.now, self.tokens
-        work: list[tuple[float, Callable[[], None]] | None] = [None, None]
+        work = self.work
         while self.now < until:
             while len(self.jobs) < at_once:
                 self.start(replace(next(source)))

@@ -15,7 +15,7 @@ import pytest
 from llm42.config import Settings
 from llm42.engine.base import EngineOutput, Sink
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
-from llm42.session import driver
+from llm42.session import best_effort
 from llm42.session.driver import Generator
 from llm42.session.inbox import Inbox
 from llm42.session.outputs import EngineFailed
@@ -103,7 +103,7 @@ async def test_many_streams_are_passed_on_less_often() -> None:
     made._streams = 500
     assert alone == 0.01
     assert made.pause_s(REQUEST) == pytest.approx(0.2)
-    assert made._text_delay_s(replace(REQUEST, stop=("x",))) == 0.0
+    assert made.text_delay_s(replace(REQUEST, stop=("x",))) == 0.0
 
 
 class EndsEarly(Inbox):
@@ -135,7 +135,7 @@ async def test_tokens_that_come_while_a_delta_is_on_its_way_end_no_pause(stream:
 
 
 async def test_control_with_waits_that_end_early_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "Inbox", EndsEarly)
+    monkeypatch.setattr(best_effort, "Inbox", EndsEarly)
     assert await _deltas_of_a_slow_client(True) > 20
 
 
@@ -166,7 +166,7 @@ async def test_an_error_comes_after_the_tokens_before_it() -> None:
 
 async def _decoded_past_a_stop(monkeypatch: pytest.MonkeyPatch, pause_s: float | None) -> int:
     if pause_s is not None:
-        monkeypatch.setattr(Generator, "_text_delay_s", lambda _self, _request: pause_s)
+        monkeypatch.setattr(Generator, "text_delay_s", lambda _self, _request: pause_s)
     engine = Metronome()
     deltas = await run(replace(REQUEST, max_tokens=400, stop=("<7>",)), 0.5, engine)
     assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(7))

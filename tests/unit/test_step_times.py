@@ -14,13 +14,16 @@ from llm42.step_times import (
     KEPT,
     LATE_S,
     OLD_S,
+    SILENT_S,
     SIZES,
-    Busy,
+    TELL_S,
     Costs,
     Fading,
+    Neighbour,
     Peak,
     StepTimes,
     VerifierLoad,
+    Worked,
 )
 
 
@@ -142,11 +145,26 @@ def test_prompts_of_one_length_are_bounded() -> None:
     assert 0 < made.costs.times[0][1] < DECODED + ROW_S * 1024
 
 
-def test_what_shares_the_device_is_not_counted() -> None:
+@pytest.mark.parametrize(("share", "alone_s"), [(0.0, 0.02), (0.5, 0.015), (1.0, 0.01)])
+def test_what_shares_the_device_is_not_counted(share: float, alone_s: float) -> None:
+    """Half of the time in which both computed was not this side's."""
     made = Timed()
-    made.times.neighbour = lambda: 1.0
+    made.times.neighbour = lambda: share * made.clock.now
+    for _ in range(5):
+        made.add(8, 0, 0.02)
+    assert made.costs.times == ((8.0, pytest.approx(alone_s)),)
+
+
+def test_a_neighbour_of_whom_nothing_is_known_is_none() -> None:
+    """It is asked on the thread that decodes."""
+    made = Timed()
+
+    def lost() -> float:
+        raise ConnectionError
+
+    made.times.neighbour = lost
     made.add(8, 0, 0.02)
-    assert made.costs.times == ((8.0, pytest.approx(0.01)),)
+    assert made.costs.times == ((8.0, pytest.approx(0.02)),)
 
 
 CURVE = Costs(((2.0, 0.004), (10.0, 0.012), (100.0, 0.03)), 1e-4)
@@ -204,42 +222,72 @@ def test_a_rest_of_vllm_is_not_timed() -> None:
     spacing = [0.01] * (TIMED // 2) + [0.01, 60.0] + [0.01] * TIMED
     stats = told(steps, spacing)
     assert stats.times.costs.times == (pytest.approx((4.0, 0.01)),)
+    worked = stats.times.worked.seconds
     stats.rest()
-    stats.step(4, 0, 1000.0)
-    assert stats.times.busy.value < 0.1
+    assert stats.times.worked.seconds == pytest.approx(worked)
 
 
 # ---- what is of late
 
 
-def passing(made: Busy | Fading, clock: Clock, values: list[float], pause: float) -> None:
-    for value in values:
-        clock.now += pause
-        made.add(value)
-
-
-@pytest.mark.parametrize(("worked", "share"), [(0.01, 1.0), (0.005, 0.5), (0.001, 0.1)])
-def test_how_busy(worked: float, share: float) -> None:
+def test_how_long_it_has_worked() -> None:
     clock = Clock()
-    busy = Busy(clock)
-    passing(busy, clock, [worked] * 500, 0.01)
-    assert busy.value == pytest.approx(share, rel=0.05)
+    worked = Worked(clock)
+    clock.now += 5.0
+    worked.begin()
     clock.now += 2.0
-    assert busy.value < 0.01
+    assert worked.seconds == pytest.approx(2.0), "the present step, too"
+    worked.begin()
+    clock.now += 1.0
+    worked.end()
+    clock.now += 5.0
+    assert worked.seconds == pytest.approx(3.0)
 
 
-def test_a_long_step_is_no_rest() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_how_long_another_has_worked_is_told_now_and_then(share: float) -> None:
     clock = Clock()
-    busy = Busy(clock)
-    passing(busy, clock, [5.0] * 3, 5.0)
-    clock.now += 4.0
-    assert busy.value > 0.99
+    neighbour = Neighbour(clock)
+    for _ in range(50):
+        clock.now += 2 * TELL_S
+        neighbour.tell(share * clock.now)
+    before = neighbour.seconds
+    assert before == pytest.approx(share * clock.now)
+    clock.now += TELL_S
+    assert neighbour.seconds - before == pytest.approx(share * TELL_S), "as if it went on"
+    clock.now += 100 * SILENT_S
+    assert neighbour.seconds - before == pytest.approx(share * SILENT_S), "for a while"
+
+
+def test_what_is_told_twice_at_once_says_nothing_new() -> None:
+    """An answer at the end of a step, and one more: not that it works all the time."""
+    clock = Clock()
+    neighbour = Neighbour(clock)
+    for i in range(20):
+        clock.now += 0.5
+        neighbour.tell(0.05 * i)
+        clock.now += 1e-4
+        neighbour.tell(0.05 * i + 1e-4)
+    before = neighbour.seconds
+    clock.now += 0.1
+    assert neighbour.seconds - before == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_process_that_has_started_anew_counts_anew() -> None:
+    clock = Clock()
+    neighbour = Neighbour(clock)
+    for told in (100.0, 1.0, 1.5):
+        clock.now += 1.0
+        neighbour.tell(told)
+    assert neighbour.seconds == pytest.approx(1.5)
 
 
 def test_a_mean_fades_by_itself() -> None:
     clock = Clock()
     mean = Fading(clock)
-    passing(mean, clock, [4.0] * 100, 0.001)
+    for _ in range(100):
+        clock.now += 0.001
+        mean.add(4.0)
     assert mean.value == pytest.approx(4.0, rel=0.01)
     clock.now += 3 * HALF_S
     assert mean.value == pytest.approx(0.5, rel=0.01)

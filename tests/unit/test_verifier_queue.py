@@ -12,6 +12,7 @@ import pytest
 from llm42.cache import BlockPool
 from llm42.errors import Overloaded
 from llm42.protocol import Commit, Failure, SamplingParams, Window
+from llm42.verifier import scheduler
 from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
@@ -284,7 +285,8 @@ def test_how_long_windows_wait_is_of_windows_alone(kind: str) -> None:
     assert (waited_s > 0.0005) == (kind == "window")
 
 
-def test_steps_are_timed_by_what_they_decode() -> None:
+def test_steps_are_timed_by_what_they_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "COUNT_S", 0.0)
     verifier = verifier_of()
     stepped(verifier, window_of("w", *LONG[:11]))
     load = verifier.load()
