@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +20,7 @@ prepare_environment()
 from llm42.checkpoint.load import load_for  # noqa: E402
 from llm42.models.weights import LoadedModel  # noqa: E402
 from llm42.text.tokenizer import Tokenizer  # noqa: E402
-from tests.support import Lab, certified_smollm2, smollm2_settings  # noqa: E402
+from tests.support import Awake, Lab, certified_smollm2, smollm2_settings  # noqa: E402
 
 # The same examples each time, so that a change is judged by what it changed.
 # HYPOTHESIS_PROFILE=default explores.
@@ -38,6 +39,16 @@ def _verifier_threads(count: int) -> None:
 
 if "LLM42_TEST_THREADS" in os.environ:
     _verifier_threads(int(os.environ["LLM42_TEST_THREADS"]))
+
+
+@pytest.fixture
+def awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests of limits in seconds: none is over because this process got no CPU for a while."""
+    clock = Awake()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", clock.monotonic)
+        yield
+    clock.close()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What a verifier costs its host when the device costs nothing: CPU time a step of all its threads, with 256
-requests that are decoded directly.
+requests that are decoded directly and come and go.
 
-    python -m benchmarks.direct.host [--requests 256] [--steps 400] [--out DIR]
+    python -m benchmarks.direct.host [--requests 256] [--output 256] [--steps 400] [--out DIR]
     python -m benchmarks.direct.host --profile      where the step thread's time goes
 
 A runner that only waits takes 13 ms a step and makes its results as the CUDA runner makes them. Commits leave
@@ -53,7 +53,8 @@ PREDICTION = "3.2 ms: 2.4 for the step thread (9 us a request), 0.5 for packing 
 
 
 async def replica(port: int, requests: int, tokens: int, interval_s: float) -> None:
-    """Follows all requests until the verifier's process closes the connection."""
+    """So many requests at a time, until the verifier's process closes the connection. The first ones end one
+    after the other."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     waiting, numbers = dict[int, asyncio.Future[Down]](), itertools.count()
 
@@ -65,7 +66,7 @@ async def replica(port: int, requests: int, tokens: int, interval_s: float) -> N
 
     exchange = Exchange("replica", call, lambda: interval_s)
     for i in range(requests):
-        _Request(exchange, i, tokens)
+        _Request(exchange, tokens * (i + 1) // requests + 1, tokens)
     while (message := await _receive(reader)) is not None:
         number, down = message
         waiting.pop(number).set_result(down)
@@ -73,19 +74,25 @@ async def replica(port: int, requests: int, tokens: int, interval_s: float) -> N
 
 
 class _Request:
-    """Renews its credit when half is used."""
+    """Renews its credit when half is used; when it has ended, another one begins."""
 
-    def __init__(self, exchange: Exchange, number: int, tokens: int) -> None:
+    numbers = itertools.count()
+
+    def __init__(self, exchange: Exchange, tokens: int, tokens_after: int) -> None:
+        number = next(self.numbers)
         prompt = tuple((7919 * number + 104729 * j + 13) % VOCAB for j in range(PROMPT))
         self.exchange, self.name, self.renew_at = exchange, f"r{number}", PROMPT + CREDIT // 2
-        sampling = SamplingParams()
-        window = Window(self.name, prompt, PROMPT, (), sampling, credit=CREDIT, max_len=PROMPT + tokens)
+        self.end, self.tokens_after, sampling = PROMPT + tokens, tokens_after, SamplingParams()
+        window = Window(self.name, prompt, PROMPT, (), sampling, credit=CREDIT, max_len=self.end)
         exchange.follow(window, self)
 
     def __call__(self, answer: Any) -> None:
         if not isinstance(answer, Commit):
             raise SystemExit(f"{self.name}: {answer}")
-        if answer.end >= self.renew_at:
+        if answer.end >= self.end:
+            self.exchange.release(self.name)
+            _Request(self.exchange, self.tokens_after, self.tokens_after)
+        elif answer.end >= self.renew_at:
             self.renew_at = answer.end + CREDIT // 2
             self.exchange.renew(self.name, answer.end + CREDIT)
 
@@ -141,31 +148,35 @@ def serve(verifier: Verifier) -> Callable[[asyncio.StreamReader, asyncio.StreamW
 
 
 async def measure(args: argparse.Namespace, verifier: Verifier) -> dict[str, Any]:
-    """All requests beyond their prompts, over some segments of steps."""
-    steps, tokens = Steps(verifier), args.steps + 8 * CREDIT
+    """So many requests that come and go, over some segments of steps."""
+    steps = Steps(verifier)
     server = await asyncio.start_server(serve(verifier), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.direct.host", "--replica", str(port)]
-    options = ["--requests", str(args.requests), "--steps", str(tokens), "--interval-s", str(args.interval_s)]
+    options = [
+        "--requests",
+        str(args.requests),
+        "--output",
+        str(args.output),
+        "--interval-s",
+        str(args.interval_s),
+    ]
     child = subprocess.Popen(command + options)
     try:
-        while verifier.stats().following < args.requests or verifier.stats().active:
+        while steps.count < args.output:  # until those are gone that began together
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
-        marks = [steps.now()]
+        marks, before = [steps.now()], verifier.stats().decoded
         for _ in range(SEGMENTS):
             while steps.count < marks[-1][0] + args.steps // SEGMENTS:
                 await asyncio.sleep(0.1)
             marks.append(steps.now())
-        live, decoded = verifier.stats().following, verifier.stats().decoded
+        decoded = (verifier.stats().decoded - before) / (marks[-1][0] - marks[0][0])
     finally:
         child.terminate()
         child.wait()
         await asyncio.sleep(0.2)  # the connection sees it
         server.close()
-    if live < args.requests:
-        raise SystemExit(f"only {live} of {args.requests} requests were live to the end")
-    found: dict[str, Any] = {"decoded": decoded, "steps": steps.count}
+    found: dict[str, Any] = {"decoded_per_step": round(decoded, 1), "steps": steps.count}
     for at, name in ((1, "host_ms"), (2, "step_thread_ms"), (3, "wall_ms")):
         pairs = zip(marks[1:], marks, strict=False)
         found[name] = [round(1e3 * (a[at] - b[at]) / (a[0] - b[0]), 3) for a, b in pairs]
@@ -192,7 +203,7 @@ def pack_ms(requests: int) -> float:
 
 def made(args: argparse.Namespace) -> tuple[Verifier, cProfile.Profile]:
     """A verifier whose runner only waits."""
-    blocks = args.requests * (-(-(PROMPT + args.steps + 8 * CREDIT) // BLOCK) + 2)
+    blocks = 2 * args.requests * (-(-(PROMPT + args.output) // BLOCK) + 2)
     profile = cProfile.Profile(time.thread_time)
     verifier = Verifier(
         Waiting(args.device_ms / 1e3), BlockPool(blocks, BLOCK), buckets=BUCKETS, max_len=32768,
@@ -206,6 +217,7 @@ def main() -> None:
     """Writes results/cpu-direct-host.json, or prints a profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--output", type=int, default=256, help="tokens of a request")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device-ms", type=float, default=13.0)
     parser.add_argument("--interval-s", type=float, default=0.05, help="session.commit_interval_s")
@@ -215,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     args.interval_s = max(args.interval_s, args.requests * DELTA_S)  # as Following has it
     if args.replica:
-        asyncio.run(replica(args.replica, args.requests, args.steps, args.interval_s))
+        asyncio.run(replica(args.replica, args.requests, args.output, args.interval_s))
         return
     verifier, profile = made(args)
     found = asyncio.run(measure(args, verifier))

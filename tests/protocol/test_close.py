@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import Lab
+from tests.support import PATIENCE_S, Lab
 
 
 @pytest.mark.parametrize("kind", ["verifier", "engine"])
@@ -36,10 +36,10 @@ def test_a_close_during_a_step_is_not_missed(lab: Lab, kind: str, told: bool) ->
     while waiting.empty():
         pass
     closed.set()
-    closing.join(5.0 if told else 0.5)
+    closing.join(PATIENCE_S if told else 0.5)
     missed = closing.is_alive()
     part._closed = True
     waiting.put(None if kind == "verifier" else lambda: None)  # ends it after all
-    closing.join(5.0)
+    closing.join(PATIENCE_S)
     assert missed is not told
     assert not closing.is_alive()

@@ -232,6 +232,7 @@ class Slow(Follower):
         super().deliver(one, commit)
 
 
+@pytest.mark.usefixtures("awake")
 def test_time_counts_from_the_last_commit(lab: Lab) -> None:
     request = request_of("slow", 2, max_tokens=8)
     client = Slow(lab.verifier().start(), together=1)
@@ -289,6 +290,7 @@ def test_what_may_pass_is_asked_again(lab: Lab, failure: Failure | LLM42Error, h
     assert client.windows[-1].tokens == (*request.prompt, *answer.tokens)[: len(client.windows[-1].tokens)]
 
 
+@pytest.mark.usefixtures("awake")
 @pytest.mark.parametrize(
     ("failure", "error", "windows"),
     [
@@ -366,7 +368,7 @@ def test_every_commit_names_the_fingerprint_of_a_built_verifier(lab: Lab) -> Non
     answer = asyncio.run(collect(direct(lab, built, credit=4), request))  # type: ignore[arg-type]
     assert differences(answer, lab.oracle(request)) == []
     built.follow(replace(window_of(request, []), credit=8, max_len=len(request.prompt) + 8), heard.append)
-    assert wait_until(lambda: len(heard) == 8, 30)
+    assert wait_until(lambda: len(heard) == 8)
     assert {commit.fingerprint for commit in heard} == {built.fingerprint} != {""}
 
 

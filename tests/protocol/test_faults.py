@@ -133,10 +133,14 @@ def test_control_a_client_that_stays_holds_memory(lab: Lab) -> None:
 
 
 class Slow(Wrapped):
-    """One second per call."""
+    """Answers one call, and the others only when nobody waits any more."""
+
+    calls = 0
 
     async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        await asyncio.sleep(1.0)
+        self.calls += 1
+        if self.calls > 1:
+            await asyncio.Event().wait()
         return await super().verify(windows)
 
 

@@ -31,6 +31,7 @@ from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
 from tests.support import (
     GREEDY,
+    PATIENCE_S,
     PENALISED,
     SAMPLED,
     Answer,
@@ -73,7 +74,7 @@ def all_free(engine: Engine, verifier: Verifier) -> bool:
     return not any((*busy, stats.idle_sequences))
 
 
-async def freed(engine: Engine, verifier: Verifier, seconds: float = 20.0) -> bool:
+async def freed(engine: Engine, verifier: Verifier, seconds: float = PATIENCE_S) -> bool:
     """Whether nothing is held, within `seconds`."""
     end = time.monotonic() + seconds
     while not all_free(engine, verifier):

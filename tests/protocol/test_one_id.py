@@ -11,6 +11,7 @@ import pytest
 from llm42.engine.base import SAME_ID
 from llm42.session.outputs import EngineFailed
 from tests.support import (
+    PATIENCE_S,
     Answer,
     Lab,
     all_ways,
@@ -35,7 +36,7 @@ def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool
 
     async def both() -> list[Answer | BaseException]:
         asked = [collect(generator, r) for r in (*same, other)]
-        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
 
     for _ in range(2):  # the id is free again
         *failed, right = asyncio.run(both())
@@ -46,8 +47,8 @@ def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool
         assert all(isinstance(f, EngineFailed) and SAME_ID in str(f) for f in failed), failed
         assert isinstance(right, Answer)
         assert differences(right, lab.oracle(other)) == []
-        assert wait_until(lambda: engine.load().running == engine.load().waiting == 0, 5)
-        assert wait_until(lambda: engine.load().kv_used == 0, 5)
+        assert wait_until(lambda: engine.load().running == engine.load().waiting == 0)
+        assert wait_until(lambda: engine.load().kv_used == 0)
     alone = replace(other, request_id="same")
     assert differences(asyncio.run(collect(generator, alone)), lab.oracle(other)) == []
     engine.close() if lab.vllm is None else None

@@ -20,8 +20,9 @@ from llm42.session.direct import DirectDrive
 from llm42.verifier.cpu.runner import CPURunner
 from llm42.verifier.runner import SequenceRows
 from llm42.verifier.scheduler import Verifier
-from tests.support import Answer, Lab, collect, differences, request_of, together
+from tests.support import PATIENCE_S, Answer, Lab, collect, differences, request_of, together
 
+pytestmark = pytest.mark.usefixtures("awake")
 LIMIT_S = 1.2
 """More than a busy machine leaves a thread without a core for."""
 
@@ -202,8 +203,8 @@ def test_a_window_that_is_lost_is_asked_for_again_in_the_end(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_of("lost", 1, max_tokens=20)
-    generator = lab.generator(lab.engine(), Loses(lab.verifier().start()), verify_timeout_s=0.05)
-    answer = asyncio.run(asyncio.wait_for(collect(generator, request), 30))
+    generator = lab.generator(lab.engine(), Loses(lab.verifier().start()), verify_timeout_s=0.1)
+    answer = asyncio.run(asyncio.wait_for(collect(generator, request), PATIENCE_S))
     assert differences(answer, lab.oracle(request)) == []
     assert answer.stats.verify_retries == 1
     monkeypatch.setattr(verify_call, "LOST_AFTER", math.inf)  # control: nobody else finds it

@@ -16,6 +16,7 @@ from llm42.protocol import Commit, Failure, Request, Window
 from llm42.session.driver import Generator
 from llm42.verifier.scheduler import Verifier
 from tests.support import (
+    PATIENCE_S,
     PENALISED,
     SAMPLED,
     Answer,
@@ -70,7 +71,7 @@ class AnswersTheOldWindow(Wrapped):
         return [self.first]
 
 
-async def idle(lab_generator: Generator, verifier: Verifier, seconds: float = 20.0) -> bool:
+async def idle(lab_generator: Generator, verifier: Verifier, seconds: float = PATIENCE_S) -> bool:
     """Whether engine and verifier hold nothing, within `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -14,7 +14,7 @@ from llm42.errors import VerifierUnavailable
 from llm42.protocol import Commit, Delta, Failure, FinishReason, Request, TokenLogprob, Window
 from llm42.session import prompt_scores
 from llm42.session.prompt_scores import scoring_windows
-from tests.support import Lab, Wrapped, request_of
+from tests.support import PATIENCE_S, Lab, Wrapped, request_of
 
 CHUNK = 32
 
@@ -108,7 +108,7 @@ def test_a_prompt_is_scored_once_for_all_choices(lab: Lab, max_tokens: int) -> N
             found[index].append(delta)
         return found
 
-    found = asyncio.run(asyncio.wait_for(together(), 60))
+    found = asyncio.run(asyncio.wait_for(together(), PATIENCE_S))
     assert sum(w.score for w in client.windows) == 2, "one scoring window for each prompt"
     for index, request in enumerate(requests):
         alone = lab.verifier().start()
@@ -135,7 +135,7 @@ def test_an_error_of_the_scoring_choice_ends_all(lab: Lab) -> None:
             pass
 
     with pytest.raises(VerifierUnavailable):
-        asyncio.run(asyncio.wait_for(together(), 10))
+        asyncio.run(asyncio.wait_for(together(), PATIENCE_S))
 
 
 def test_a_backend_without_scores_keeps_nobody_waiting() -> None:
@@ -145,4 +145,4 @@ def test_a_backend_without_scores_keeps_nobody_waiting() -> None:
     async def together() -> int:
         return len([d async for d in choices(silent, choices_of(1, 3), 1)])
 
-    assert asyncio.run(asyncio.wait_for(together(), 10)) == 3
+    assert asyncio.run(asyncio.wait_for(together(), PATIENCE_S)) == 3

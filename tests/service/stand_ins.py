@@ -17,6 +17,7 @@ from llm42.protocol import Commit, TokenLogprob, Window
 from llm42_serve.verifiers import supervisor
 from llm42_serve.verifiers.actor import State, VerifierStatus
 from llm42_serve.verifiers.supervisor import Supervisor
+from tests.support import until
 
 QUICK = {"verifier": {"scale_down_s": 0.2, "target_queue_s": 0.1}}
 
@@ -109,14 +110,6 @@ async def started(cluster: Cluster, **server: int) -> Supervisor:
     made = Supervisor(settings.model_dump(mode="json"), "model", lease_s=30.0)
     await until(lambda: len([m for m in made._wanted if m.status]) == made._scaler.wanted)
     return made
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    for _ in range(int(seconds * 100)):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("it did not happen in time")
 
 
 async def states(made: Supervisor) -> list[str]:

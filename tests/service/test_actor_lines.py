@@ -19,7 +19,8 @@ from llm42.verifier.jobs import VerifierStats
 from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers import supervisor
 from llm42_serve.verifiers.actor import VerifierActor
-from tests.service.stand_ins import Cluster, started, until
+from tests.service.stand_ins import Cluster, started
+from tests.support import until
 
 
 @pytest.fixture

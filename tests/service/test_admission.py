@@ -13,6 +13,7 @@ from llm42.errors import Overloaded
 from llm42_serve.ingress.router import ranks
 from llm42_serve.placement import SPILL, preferred
 from llm42_serve.replica.admission import Admission
+from tests.support import PATIENCE_S
 
 
 class Clock:
@@ -65,7 +66,7 @@ async def test_unused_places_are_lent() -> None:
     made = admission(places=4, share=0.25)
     async with AsyncExitStack() as stack:
         for _ in range(4):
-            await asyncio.wait_for(stack.enter_async_context(made.place(True)), 1)
+            await asyncio.wait_for(stack.enter_async_context(made.place(True)), PATIENCE_S)
     assert made.classes[True].running == 0
 
 
@@ -127,7 +128,7 @@ async def test_best_effort_does_not_wait_for_verifiers() -> None:
     made.deterministic_limit = 1.0
     async with AsyncExitStack() as stack:
         for _ in range(8):
-            await asyncio.wait_for(stack.enter_async_context(made.place(False)), 1)
+            await asyncio.wait_for(stack.enter_async_context(made.place(False)), PATIENCE_S)
 
 
 async def test_control_deterministic_requests_do() -> None:

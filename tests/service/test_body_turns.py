@@ -13,6 +13,7 @@ from llm42.api.json_bodies import LARGE_BYTES, LONG_BYTES, MAX_AUDIT_PARTS, Body
 from llm42.api.requests import MAX_PROMPTS, CompletionBody
 from llm42.errors import RequestRejected
 from tests.service.scripted import MODEL, SETTINGS
+from tests.support import PATIENCE_S
 
 IDS = MAX_PROMPTS * SETTINGS.model.max_model_len
 
@@ -82,7 +83,7 @@ async def test_keys_take_turns() -> None:
     sent["a2"].cancel()
     await asyncio.gather(*sent.values(), return_exceptions=True)
     assert had == ["a1", "b1", "c1", "a3", "b2", "a4"]
-    await asyncio.wait_for(work("d1"), 1)
+    await asyncio.wait_for(work("d1"), PATIENCE_S)
 
 
 async def test_a_turn_given_to_who_has_left_goes_on() -> None:
@@ -103,5 +104,5 @@ async def test_a_turn_given_to_who_has_left_goes_on() -> None:
     await holding
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(1), turns.turn("c"):
+    async with asyncio.timeout(PATIENCE_S), turns.turn("c"):
         pass

@@ -21,7 +21,7 @@ from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.load import Limits
 from tests.service.pools import Published, hangs, pool_of, raises, returns, window
-from tests.service.stand_ins import until
+from tests.support import until
 
 ROOMY: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
 FULL = VerifierStatus("ready", "a", **(ROOMY | {"direct": 95}))

@@ -16,6 +16,7 @@ import pytest
 from llm42.errors import Overloaded, VerifierUnavailable
 from llm42.protocol import Commit, Failure, SamplingParams, Window
 from llm42.session.verify_call import SEND_IN_FULL
+from llm42_serve.replica import exchange as exchanges
 from llm42_serve.replica.exchange import CallLost, Exchange
 from llm42_serve.verifiers import outboxes
 from llm42_serve.verifiers.outbox import Outbox
@@ -23,10 +24,16 @@ from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up, unpack
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.wires import Both, GivesOnce, Read, SaysOnce, Transport, read, request_of
+from tests.support import PATIENCE_S, until
 
 FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
-LONG_S = 30.0
+LONG_S = 600.0
 """An interval that no test waits for."""
+
+
+@pytest.fixture(autouse=True)
+def _a_pause_of_the_machine_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "FRESH_S", LONG_S)
 
 
 @asynccontextmanager
@@ -38,7 +45,7 @@ async def both(**changes: Any) -> AsyncIterator[Both]:
         await made.close()
 
 
-async def played(count: int = 8, patience_s: float = 3.0, **changes: Any) -> tuple[list[str], Both]:
+async def played(count: int = 8, patience_s: float = PATIENCE_S, **changes: Any) -> tuple[list[str], Both]:
     """What was noticed of the transport by requests that were read together."""
     async with both(**changes) as made:
         requests = [request_of(i) for i in range(count)]
@@ -85,7 +92,8 @@ async def test_control_an_answer_that_is_not_given_again(monkeypatch: pytest.Mon
 
 
 async def test_control_answers_out_of_order() -> None:
-    found = [(await played(seed=seed, fates=("good", "slow"), kind=InAnyOrder))[0] for seed in range(8)]
+    fates = ("good", "slow")
+    found = [(await played(8, 1.0, seed=seed, fates=fates, kind=InAnyOrder))[0] for seed in range(8)]
     assert any("window" in n for noticed in found for n in noticed)
 
 
@@ -98,23 +106,23 @@ async def test_control_a_call_that_is_not_repeated() -> None:
 # ---- when calls are made and answered
 
 
-async def test_the_first_token_leaves_at_once_and_later_ones_wait_for_others() -> None:
-    async with both(interval_s=0.1, step_s=0.002) as made:
-        began = time.monotonic()
-        first = asyncio.Event()
-        window = window_of("a", credit=1000, max_len=400)
-        tokens = list[int]()
+async def decoded(count: int, interval_s: float) -> tuple[float, int]:
+    """The seconds and the calls until so many tokens of a request have come."""
+    async with both(interval_s=interval_s, step_s=0.002) as made:
+        began, tokens = time.monotonic(), list[int]()
 
         def sink(answer: Any) -> None:
-            first.set()
             tokens.extend((answer.next_token, *answer.decoded))
 
-        made.exchange.follow(window, sink)
-        await asyncio.wait_for(first.wait(), 5.0)
-        assert time.monotonic() - began < 0.09, "it did not wait for the interval"
-        await asyncio.sleep(0.65)
-        assert len(tokens) > 30
-        assert len(made.transport.calls) <= 10, "tokens come together"
+        made.exchange.follow(window_of("a", credit=1000, max_len=400), sink)
+        await until(lambda: len(tokens) >= count)
+        return time.monotonic() - began, len(made.transport.calls)
+
+
+async def test_the_first_token_leaves_at_once_and_later_ones_wait_for_others() -> None:
+    await decoded(1, LONG_S)
+    seconds, calls = await decoded(300, 0.1)
+    assert calls <= 3 + seconds / 0.1, "tokens come together"
 
 
 async def test_a_new_window_never_waits_for_the_open_call() -> None:
@@ -122,7 +130,7 @@ async def test_a_new_window_never_waits_for_the_open_call() -> None:
         for name in ("a", "b", "c"):
             heard = asyncio.Event()
             made.exchange.follow(window_of(name, credit=50), lambda _, e=heard: e.set())  # type: ignore[misc]
-            await asyncio.wait_for(heard.wait(), 5.0)
+            await asyncio.wait_for(heard.wait(), PATIENCE_S)
         assert made.transport.most == 2
         assert made.transport.under_way == 1, "one call lies open"
 
@@ -131,20 +139,18 @@ async def test_many_words_go_together() -> None:
     async with both(interval_s=LONG_S) as made:
         for i in range(50):
             made.exchange.follow(window_of(f"r{i}", credit=5), lambda _: None)
-        await asyncio.sleep(0.2)
+        await until(lambda: sum(len(up.windows) for up in made.transport.calls) == 50)
         assert len(made.transport.calls) < 10
-        assert sum(len(up.windows) for up in made.transport.calls) == 50
 
 
 async def test_nobody_calls_for_nobody() -> None:
     async with both() as made:
         assert not made.transport.calls
         await read(made.exchange, request_of(1, 5))
-        await asyncio.sleep(0.1)
+        await until(lambda: made.verifier.released == ["r1"] and len(made.exchange._calls) == 1)
         count = len(made.transport.calls)
         await asyncio.sleep(0.1)
         assert len(made.transport.calls) == count
-        assert made.verifier.released == ["r1"]
         assert made.exchange.followed == 0
 
 
@@ -155,13 +161,18 @@ async def test_a_verifier_that_has_nothing_to_say_says_that_it_goes_on(answer_s:
         assert made.exchange.progressed_s > 1e9, "it has said nothing yet"
         got = asyncio.Event()
         made.exchange.follow(window_of("a"), lambda _: got.set())
-        await asyncio.wait_for(got.wait(), 5.0)
-        made.exchange.follow(window_of("b", credit=1), lambda _: None)
-        await asyncio.sleep(0.6)
-        assert (made.exchange.progressed_s < 0.3) == heard
+        await asyncio.wait_for(got.wait(), PATIENCE_S)
+        got.clear()
+        made.exchange.follow(window_of("b", credit=1), lambda _: got.set())
+        await asyncio.wait_for(got.wait(), PATIENCE_S)
+        before = made.exchange._progressed
+        if heard:
+            await until(lambda: made.exchange._progressed > before)
+        else:
+            await asyncio.sleep(0.6)
+            assert made.exchange._progressed == before
         made.verifier.held = True
-        await asyncio.sleep(0.6)
-        assert made.exchange.progressed_s > 0.4, "answers alone are no progress"
+        await until(lambda: made.exchange.progressed_s > 0.4, "answers alone are no progress")
 
 
 # ---- what goes wrong
@@ -177,7 +188,7 @@ async def test_a_dead_verifier_is_said_to_every_request() -> None:
     exchange = Exchange("replica", dead, lambda: LONG_S)
     for name in ("a", "b"):
         exchange.follow(window_of(name), heard.append)
-    await asyncio.sleep(0.1)
+    await until(lambda: len(heard) == 2)
     assert [type(h) for h in heard] == [VerifierUnavailable] * 2
     assert "ConnectionResetError: gone" in str(heard[0])
     with pytest.raises(VerifierUnavailable, match="gone"):
@@ -195,7 +206,7 @@ async def test_a_verifier_that_no_call_reaches_is_dead(monkeypatch: pytest.Monke
 
     exchange = Exchange("replica", lost, lambda: LONG_S)
     exchange.follow(window_of("a"), heard.append)
-    await asyncio.sleep(0.2)
+    await until(lambda: bool(heard))
     assert calls == 3
     assert len(heard) == 1 and isinstance(heard[0], VerifierUnavailable)
 
@@ -204,10 +215,10 @@ async def test_a_verifier_that_does_not_know_a_request_says_so() -> None:
     async with both() as made:
         heard: asyncio.Queue[Any] = asyncio.Queue()
         made.exchange.follow(window_of("a", credit=1, max_len=90), heard.put_nowait)
-        await asyncio.wait_for(heard.get(), 5.0)
+        await asyncio.wait_for(heard.get(), PATIENCE_S)
         made.verifier.release("a")
         made.exchange.renew("a", 50)
-        while not isinstance(answer := await asyncio.wait_for(heard.get(), 5.0), Failure):
+        while not isinstance(answer := await asyncio.wait_for(heard.get(), PATIENCE_S), Failure):
             pass
         assert (answer.request_id, answer.code) == ("a", SEND_IN_FULL)
 
@@ -217,11 +228,10 @@ async def test_a_verifier_that_has_started_anew_is_another_one() -> None:
     async with both(interval_s=0.001) as made:
         heard = list[Any]()
         made.exchange.follow(window_of("a", credit=5000, max_len=9000), heard.append)
-        await asyncio.sleep(0.05)
-        assert heard
+        await until(lambda: bool(heard))
         made.boxes._boxes.clear()
         made.exchange.follow(window_of("b", credit=5), heard.append)
-        await asyncio.sleep(0.1)
+        await until(lambda: made.exchange.dead is not None)
         assert "started anew" in str(made.exchange.dead)
         assert sum(isinstance(h, VerifierUnavailable) for h in heard) == 2
 
@@ -248,7 +258,7 @@ async def test_a_refusal_is_its_windows_alone() -> None:
     transport = Transport(Outboxes(Full()).exchange, Random(0))  # type: ignore[arg-type]
     exchange, heard = Exchange("replica", transport, lambda: LONG_S), list[Any]()
     exchange.follow(window_of("a"), heard.append)
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(heard))
     assert [type(h) for h in heard] == [Overloaded]
     assert exchange.dead is None
     exchange.close()
@@ -258,13 +268,12 @@ async def test_what_is_released_hears_nothing_more() -> None:
     async with both(interval_s=0.001) as made:
         heard = list[Any]()
         made.exchange.follow(window_of("a", credit=5000, max_len=9000), heard.append)
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(heard))
         made.exchange.release("a")
         count = len(heard)
-        assert count
+        await until(lambda: made.verifier.released == ["a"])
         await asyncio.sleep(0.05)
         assert len(heard) == count
-        assert made.verifier.released == ["a"]
 
 
 # ---- the outbox alone
@@ -297,7 +306,7 @@ async def ask(box: Outbox, number: int, acknowledged: int = 0, beside: int = 0) 
 async def test_one_commit_per_request_and_answer() -> None:
     box = Outbox()
     for name, base in (("a", 2), ("b", 2), ("a", 3), ("a", 4)):
-        box.put(name, commit(name, base), urgent=name == "b")
+        box.put(name, commit(name, base), urgent=True)
     down = await (await ask(box, 1))
     assert bases(down) == [("a", 2, 5), ("b", 2, 3)]
     assert (down.after, down.number) == (0, 1)
@@ -311,10 +320,14 @@ async def test_the_open_call_is_answered_when_the_next_one_comes() -> None:
     assert not first.done(), "a token waits for others"
     second = await ask(box, 2, beside=1)
     assert first.done() and not second.done()
-    assert bases(first.result()) == [("a", 2, 3)]
+    assert bases(first.result()) == [], "and waits on"
+    box.put("b", commit("b", 2), urgent=True)
+    found = await second
+    assert (found.after, found.number, bases(found)) == (0, 1, [("b", 2, 3)])
+    third = await ask(box, 3, acknowledged=1)
     box.put("a", commit("a", 3), urgent=True)
-    third = await second
-    assert (third.after, third.number, bases(third)) == (1, 2, [("a", 3, 4)]), "the first may be on its way"
+    found = await third
+    assert (found.after, found.number, bases(found)) == (1, 2, [("a", 2, 4)])
 
 
 async def test_what_was_lost_comes_again_and_what_arrived_does_not() -> None:
@@ -363,10 +376,12 @@ async def test_what_cannot_be_packed_ends_its_requests() -> None:
 async def test_boxes_of_replicas_that_are_gone_are_dropped() -> None:
     async with both() as made:
         await read(made.exchange, request_of(1, 5))
+        (box,) = made.boxes._boxes.values()
+        await until(lambda: box.is_open)
         made.boxes.forget_silent(0.0)
         assert made.boxes._boxes, "its call lies open"
         made.exchange.close()
-        await asyncio.sleep(0.01)
+        await until(lambda: not box.is_open)
         made.boxes.forget_silent(60.0)
         assert made.boxes._boxes
         made.boxes.forget_silent(0.0)

@@ -29,6 +29,7 @@ from tests.service.scripted import (
     completion,
     events,
 )
+from tests.support import PATIENCE_S
 
 LONG = SETTINGS.model.max_model_len
 REFUSED = [
@@ -370,5 +371,5 @@ async def test_a_client_that_leaves_ends_its_request(tokenizer: Tokenizer, strea
         "headers": [(b"content-type", b"application/json")], "scheme": "http", "server": ("test", 80),
         "client": ("test", 1), "http_version": "1.1", "root_path": "", "asgi": {"version": "3.0"},
     }  # fmt: skip
-    await asyncio.wait_for(app(scope, receive, send), 5)  # type: ignore[arg-type]
-    await asyncio.wait_for(backend.closed.wait(), 1)
+    await asyncio.wait_for(app(scope, receive, send), PATIENCE_S)  # type: ignore[arg-type]
+    await asyncio.wait_for(backend.closed.wait(), PATIENCE_S)

@@ -14,6 +14,7 @@ from llm42.config import Settings
 from llm42.protocol import Delta, FinishReason, Request
 from llm42.text.tokenizer import Tokenizer
 from tests.service.scripted import assert_error, chat, client, completion
+from tests.support import until
 
 KEYS = {"full": {}, "never": {"deterministic_share": 0}, "half": {"deterministic_share": 0.5},
         "always": {"deterministic_default": True}, "little": {"deterministic_share": 0.06}}  # fmt: skip
@@ -168,18 +169,19 @@ async def test_control_without_the_count_all_are_let_in(
         await release.wait()
         yield Delta((8,), "b", finish_reason=FinishReason.STOP)
 
-    for broken in (False, True):
+    async def refused() -> int:
         release.clear()
-        if broken:
-            monkeypatch.setattr(policy, "_most", lambda _: 10**9)
-        async with client(tokenizer, script, settings_of()) as (http, _):
+        async with client(tokenizer, script, settings_of()) as (http, backend):
             calls = [
                 asyncio.create_task(
                     http.post("/v1/completions", json=completion(deterministic=True), headers=bearer("half"))
                 )
                 for _ in range(4)
             ]
-            await asyncio.sleep(0.3)
+            await until(lambda: len(backend.requests) + sum(c.done() for c in calls) == 4)
             release.set()
-            refused = [reply for reply in await asyncio.gather(*calls) if reply.status_code == 429]
-        assert bool(refused) != broken
+            return sum(reply.status_code == 429 for reply in await asyncio.gather(*calls))
+
+    assert await refused() == 2
+    monkeypatch.setattr(policy, "_most", lambda _: 10**9)
+    assert await refused() == 0

@@ -21,6 +21,7 @@ from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
 from tests.service.stand_ins import answer
+from tests.support import Clock
 
 
 async def test_a_dead_verifier_is_not_chosen_again_before_it_has_been_heard_from() -> None:
@@ -77,16 +78,6 @@ async def test_what_is_published_of_one_actor_is_not_believed_of_another(
     monkeypatch.setattr(supervisor, "remote", returns(Membership((info,), "a")))
     await pool.refresh()
     assert pool.ready == []
-
-
-class Clock:
-    """Stands for `time` in the pool."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from ray.exceptions import ActorUnavailableError, ActorUnschedulableError, Runti
 
 from llm42.config import WatchSettings
 from llm42_serve.verifiers import supervisor as module
+from llm42_serve.verifiers import watch
 from llm42_serve.verifiers.supervisor import Supervisor
-from tests.service.stand_ins import Cluster, started, states, until
+from tests.service.stand_ins import Cluster, started, states
+from tests.support import PATIENCE_S, Clock, until
 
 
 @pytest.fixture
@@ -41,12 +43,18 @@ async def test_one_that_was_ready_and_hangs_is_killed_and_created_anew(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 0.01)
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
     made = await started(cluster, verifiers=2)
-    made._watched[1].watch = WatchSettings(verifier_s=0.2)
+    made._watched[1].watch = WatchSettings(verifier_s=20.0)
     before = made._watched[1].actor_id
     made._watched[1].handle.answering.clear()
     await until(lambda: made._watched[1].status is None)
+    clock.now += 19.0
+    missed = made._watched[1].missed
+    await until(lambda: made._watched[1].missed > missed + 1)
     assert cluster.killed == 0, "it may only be busy"
+    clock.now += 2.0
     await until(lambda: cluster.created == 3)
     await until(lambda: made._watched[1].status is not None)
     assert (cluster.killed, made._watched[1].actor_id == before) == (1, False)
@@ -80,7 +88,8 @@ async def test_one_that_loads_may_be_silent_for_longer(
 async def test_a_start_that_failed_is_repeated_after_a_pause(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(module, "START_PAUSE_S", 0.2)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
     made = await started(cluster, verifiers=1)
     actor = made._watched[0].handle
     actor.broken = error
@@ -89,7 +98,9 @@ async def test_a_start_that_failed_is_repeated_after_a_pause(
     status = (await made.membership()).members[0].status
     assert status is not None
     assert (status.state, type(error).__name__ in status.detail) == ("failed", True)
+    await asyncio.sleep(0.05)
     assert cluster.created == 1
+    clock.now += module.START_PAUSE_S
     await until(lambda: cluster.created == 2)
     await until(lambda: made._published(made._watched[0]) == cluster.actors[made._watched[0].name].said())
     made._task.cancel()
@@ -112,7 +123,10 @@ async def test_an_answer_under_way_does_not_bring_a_condemned_one_back(
     made._task.cancel()
 
 
-async def test_a_new_supervisor_publishes_nothing_before_its_first_look(cluster: Cluster) -> None:
+async def test_a_new_supervisor_publishes_nothing_before_its_first_look(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FIRST_LOOK_S", PATIENCE_S)
     first = await started(cluster, verifiers=2)
     first._task.cancel()
     second = Supervisor(first._settings.model_dump(mode="json"), "model", lease_s=30.0)
@@ -124,6 +138,7 @@ async def test_a_new_supervisor_hears_all_before_it_settles_on_a_fingerprint(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_LOOK_S", 0.01)
+    monkeypatch.setattr(module, "STATUS_TIMEOUT_S", 1000.0)
     first = await started(cluster, verifiers=3)
     first._task.cancel()
     odd, *others = (w.handle for w in first._watched[:3])

@@ -13,7 +13,8 @@ from llm42_serve.verifiers import scaling
 from llm42_serve.verifiers import supervisor as module
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import Supervisor
-from tests.service.stand_ins import QUICK, Actor, Cluster, started, states, until
+from tests.service.stand_ins import QUICK, Actor, Cluster, started, states
+from tests.support import Clock, until
 
 
 @pytest.fixture
@@ -57,14 +58,18 @@ async def test_mixed_fingerprints_are_refused_with_the_fields_that_differ(cluste
 async def test_the_pool_changes_its_fingerprint_only_after_the_old_one_is_gone_for_good(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PIN_S", 0.3)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "PIN_S", 10.0)
     made = await started(cluster, verifiers=1)
     name = made._watched[0].name
     cluster.fingerprints[name] = "b"
     made._watched[0].handle.dead = True
-    await until(lambda: cluster.created == 2)
+    await until(lambda: made._unpinned_since is not None)
+    clock.now += 9.0
     await asyncio.sleep(0.05)
     assert await states(made) == ["mixed"], "streams that hold the old fingerprint may still be running"
+    clock.now += 2.0
     await until(lambda: made._fingerprint == "b")
     assert await states(made) == ["ready"]
     made._task.cancel()
@@ -73,7 +78,8 @@ async def test_the_pool_changes_its_fingerprint_only_after_the_old_one_is_gone_f
 async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CONDEMNED_PAUSE_S", 0.2)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
     made = await started(cluster, verifiers=2)
     info = (await made.membership()).members[0]
     await made.condemn(info.name, "another actor of that name", "late news")
@@ -81,8 +87,10 @@ async def test_a_condemned_verifier_is_killed_and_created_anew_after_a_pause(
     await made.condemn(info.name, info.actor_id, "wrong")
     await made.condemn(info.name, info.actor_id, "wrong, says another replica too")
     assert (cluster.killed, (await made.membership()).condemned) == (1, 1)
+    clock.now += 0.9 * module.CONDEMNED_PAUSE_S
     await asyncio.sleep(0.05)
     assert cluster.created == 2
+    clock.now += 0.2 * module.CONDEMNED_PAUSE_S
     await until(lambda: cluster.created == 3)
     made._task.cancel()
 
@@ -106,6 +114,8 @@ async def test_a_verifier_that_was_given_up_is_condemned_all_the_same(cluster: C
 
 
 async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
     made = await started(cluster, verifiers=1, max_verifiers=2)
 
@@ -117,9 +127,12 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
 
     busy = asyncio.create_task(load())
     await until(lambda: made._scaler.wanted == 2)
-    await until(lambda: cluster.created == 2)
-    assert len((await made.membership()).members) == 2
+    await until(lambda: all(w.status for w in made._watched))
+    assert cluster.created == len((await made.membership()).members) == 2
     busy.cancel()
+    await until(lambda: all(w.seen["queue_s"] == w.handle.queue_s for w in made._watched))
+    await until(lambda: made._scaler._quiet_since is not None)
+    clock.now += 1.0
     await until(lambda: made._scaler.wanted == 1)
     assert len((await made.membership()).members) == 1, "no longer asked, it ends by its lease"
     assert cluster.killed == 0
@@ -182,9 +195,13 @@ async def test_without_replicas_the_supervisor_ends(
     me = Actor("me")
     context = SimpleNamespace(current_actor=me)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
-    made = Supervisor(Settings().model_dump(mode="json"), "model", lease_s=0.3)
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    made = Supervisor(Settings().model_dump(mode="json"), "model", lease_s=20.0)
     for _ in range(20):
         await made.membership()
+        clock.now += 15.0
         await asyncio.sleep(0.03)
     assert not me.dead, "asking renews the lease"
+    clock.now += 10.0
     await until(lambda: me.dead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from llm42.config import Settings
 from llm42.verifier.jobs import VerifierStats
 from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers.actor import VerifierActor
-from tests.service.stand_ins import until
+from tests.support import PATIENCE_S, Clock, until
 
 
 def built(**parts: Any) -> Any:
@@ -29,6 +30,7 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
     ended: list[int] = []
     verifier = built()
     monkeypatch.setattr(verifier_actor, "os", SimpleNamespace(getpid=lambda: 1, _exit=ended.append))
+    monkeypatch.setattr(verifier_actor, "time", Clock())
     monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"), lease_s=1.0)
     while (await actor.status()).state != "ready":
@@ -37,11 +39,7 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
     assert ended == []
     vars(verifier).update(lost)
     assert (await actor.status()).state == "failed"
-    for _ in range(100):
-        if ended:
-            break
-        await asyncio.sleep(0.02)
-    assert ended
+    await until(lambda: bool(ended))
     for task in actor._tasks:
         task.cancel()
 
@@ -135,25 +133,24 @@ async def test_asking_an_actor_renews_its_lease(monkeypatch: pytest.MonkeyPatch)
 
 async def test_an_actor_tries_again_after_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
+    seen = threading.Event()
 
     def build(_: VerifierActor) -> Any:
         tries.append(1)
         if len(tries) < 3:
             raise OSError("the volume is not mounted yet")
+        seen.wait(PATIENCE_S)
         return built()
 
     monkeypatch.setattr(verifier_actor, "RETRY_S", 0.05)
     monkeypatch.setattr(VerifierActor, "_build", build)
     actor = VerifierActor(Settings().model_dump(mode="json"))
-    states = set()
-    for _ in range(100):
-        status = await actor.status()
-        states.add((status.state, "not mounted" in status.detail))
-        if status.state == "ready":
-            break
-        await asyncio.sleep(0.02)
-    assert ("failed", True) in states
+    await until(lambda: "not mounted" in actor._failure)
+    assert (await actor.status()).state == "failed"
+    seen.set()
+    await until(lambda: actor._verifier is not None)
     status = await actor.status()
+    assert (status.state, len(tries)) == ("ready", 3)
     assert (status.fingerprint, status.kv_tokens, status.kv_used, status.places) == ("a", 4096, 96, 128)
     for task in actor._tasks:
         task.cancel()

@@ -24,6 +24,7 @@ from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import END, FastPath, canonical, logprob, prompt_of, verify
+from tests.support import PATIENCE_S
 
 CREDIT = SessionSettings(mode="direct", credit=8)
 CHECKED = SessionSettings(min_window=3, start_window=3, max_window=7, lookahead=16)
@@ -142,7 +143,7 @@ class Transport:
     under_way: int = 0
     most: int = 0
     losses: int = 0
-    """One after the other, up to now."""
+    """Since the last answer that was carried."""
     others: list[asyncio.Task[Down]] = field(default_factory=list)
 
     async def __call__(self, up: Up) -> Down:
@@ -150,14 +151,16 @@ class Transport:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
-            return await self._carry(up, self._fate())
+            answer = await self._carry(up, self._fate())
+            self.losses = 0
+            return answer
         finally:
             self.under_way -= 1
 
     def _fate(self) -> str:
         """Never a third loss after two: after some more the verifier would rightly count as dead."""
         fate = self.rng.choice(self.fates) if self.losses < 2 else "good"
-        self.losses = self.losses + 1 if fate in ("unsent", "lost") else 0
+        self.losses += fate in ("unsent", "lost")
         return fate
 
     async def _carry(self, up: Up, fate: str) -> Down:
@@ -198,7 +201,7 @@ class Follows(Protocol):
     def release(self, request_id: str) -> None: ...
 
 
-async def read(exchange: Follows, request: Request, patience_s: float = 3.0, errors: int = 0) -> Read:
+async def read(exchange: Follows, request: Request, patience_s: float = PATIENCE_S, errors: int = 0) -> Read:
     """Plays the request's session until its output ends, or there are more errors than `errors`."""
     session, answers = Session(request, CREDIT, 0.0), asyncio.Queue[Answer]()
     found = Read([], session.stats, [])
@@ -227,7 +230,7 @@ async def read(exchange: Follows, request: Request, patience_s: float = 3.0, err
 
 
 async def checked(
-    exchange: Follows, request: Request, patience_s: float = 3.0, accuracy: float = 0.9
+    exchange: Follows, request: Request, patience_s: float = PATIENCE_S, accuracy: float = 0.9
 ) -> Read:
     """Plays the request's session in mode verify, with a fast path that is sometimes wrong: one window after
     the other, each sent again when it has failed or nothing comes."""

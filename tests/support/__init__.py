@@ -15,11 +15,11 @@ from tests.support.engines import (
     check_pool,
     vllm_missing,
     vllm_settings,
-    wait_until,
 )
 from tests.support.followers import Followed, Follower
 from tests.support.lab import Lab, canonical
 from tests.support.oracle import Answer, answer_of, decode_alone, differences
+from tests.support.patience import PATIENCE_S, Awake, Clock, until, wait_until
 from tests.support.requests import GREEDY, PENALISED, SAMPLED, prompt_of, request_of, window_of
 from tests.support.share import sweep
 from tests.support.smollm2 import certified_smollm2, smollm2_file, smollm2_settings
@@ -31,13 +31,16 @@ __all__ = [
     "END",
     "ENGINES",
     "GREEDY",
+    "PATIENCE_S",
     "PENALISED",
     "SAMPLED",
     "SPECIAL",
     "VOCAB",
     "AcceptsEverything",
     "Answer",
+    "Awake",
     "Client",
+    "Clock",
     "Followed",
     "Follower",
     "Lab",
@@ -63,6 +66,7 @@ __all__ = [
     "sweep",
     "tiny_tokenizer",
     "together",
+    "until",
     "verified",
     "vllm_missing",
     "vllm_settings",

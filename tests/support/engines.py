@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +17,7 @@ from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import FinishReason
 from llm42.session.policy import Load, Progress, Way
+from tests.support.patience import wait_until
 
 ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))
 both_engines = pytest.mark.parametrize("lab", ENGINES, indirect=True)
@@ -75,16 +74,6 @@ def vllm_settings(**more: Any) -> dict[str, Any]:
     common = {"enforce_eager": True, "max_num_seqs": 32, "max_num_batched_tokens": 64}
     # vLLM checks this share of the memory before it looks at kv_cache_memory_bytes
     return common | {"gpu_memory_utilization": 0.05, "extra_args": arguments} | more
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Polls; whether it came true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class VllmPool:

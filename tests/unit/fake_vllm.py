@@ -19,7 +19,7 @@ from llm42.config import Settings
 from llm42.engine.vllm.connection import Connection
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import Request, SamplingParams
-from tests.support import Client
+from tests.support import PATIENCE_S, Client
 
 VOCAB = 1000
 
@@ -188,7 +188,7 @@ class Scene:
             for _ in range(30):
                 await asyncio.sleep(0)
 
-        asyncio.run_coroutine_threadsafe(act(), self.engine._loop).result(10)
+        asyncio.run_coroutine_threadsafe(act(), self.engine._loop).result(PATIENCE_S)
 
     def steps(self, count: int) -> None:
         """Steps of the fake, each with what follows from it."""

@@ -16,6 +16,7 @@ from llm42.errors import LLM42Error
 from llm42.protocol import Request
 from llm42.session.drive import Shared
 from llm42.session.verify import VerifyDrive
+from tests.support import PATIENCE_S
 
 ANSWER = LLM42Error("an answer")
 
@@ -35,7 +36,7 @@ class WaitsFor(VerifyDrive):
         return [*outputs, *answers]
 
 
-async def leaves(kind: type[VerifyDrive]) -> bool:
+async def leaves(kind: type[VerifyDrive], seconds: float) -> bool:
     """Whether a loop over events ends when it is cancelled just as an event has come."""
     drive = drive_of()
     drive.__class__ = kind
@@ -50,18 +51,18 @@ async def leaves(kind: type[VerifyDrive]) -> bool:
     drive.inbox.put(ANSWER)
     await asyncio.sleep(0)
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=0.5)
+    done, _ = await asyncio.wait([task], timeout=seconds)
     task.cancel()
     return bool(done)
 
 
 def test_a_cancellation_that_meets_an_event_is_not_lost() -> None:
-    assert asyncio.run(leaves(VerifyDrive))
+    assert asyncio.run(leaves(VerifyDrive, PATIENCE_S))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="wait_for is built on timeout() from Python 3.12 on")
 def test_control_wait_for_may_lose_it() -> None:
-    assert not asyncio.run(leaves(WaitsFor))
+    assert not asyncio.run(leaves(WaitsFor, 0.5))
 
 
 def test_events_that_are_there_are_taken_together() -> None:
@@ -81,5 +82,5 @@ async def test_candidates_that_wait_are_sent_at_the_deadline_though_nothing_more
     drive.session.candidates(0, 0, (5, 6))
     last = drive.session.last_commit + drive.settings.commit_deadline_s - 0.01
     assert drive.session.due(last) is None
-    await asyncio.wait_for(drive._events(last), 5.0)
+    await asyncio.wait_for(drive._events(last), PATIENCE_S)
     assert drive.session.due(drive.session.last_commit + drive.settings.commit_deadline_s) is not None

@@ -12,8 +12,7 @@ from llm42.engine.base import EngineOutput
 from llm42.errors import LLM42Error
 from llm42.protocol import FinishReason
 from llm42.session.inbox import ANY, NONE, Inbox
-
-PATIENCE_S = 30.0
+from tests.support import PATIENCE_S
 
 
 def output(
@@ -22,7 +21,7 @@ def output(
     return EngineOutput("r", 0, start, tokens, finish=finish, error=error)
 
 
-async def woken(inbox: Inbox, wake_at: float, *outputs: EngineOutput, before: bool = False) -> bool:
+async def woken(inbox: Inbox, wake_at: float, *outputs: EngineOutput, before: bool, seconds: float) -> bool:
     """Whether a driver that waits is woken by outputs that come meanwhile, or were there `before`."""
     if before:
         for each in outputs:
@@ -32,7 +31,7 @@ async def woken(inbox: Inbox, wake_at: float, *outputs: EngineOutput, before: bo
     if not before:
         for each in outputs:
             inbox.sink(each)
-    await asyncio.wait([waiting], timeout=0.05)
+    await asyncio.wait([waiting], timeout=seconds)
     ended = waiting.done()
     waiting.cancel()
     return ended
@@ -54,7 +53,8 @@ async def woken(inbox: Inbox, wake_at: float, *outputs: EngineOutput, before: bo
 )
 async def test_who_is_woken(before: bool, wake_at: float, outputs: list[EngineOutput], wakes: bool) -> None:
     inbox = Inbox(stops=(9,))
-    assert await woken(inbox, wake_at, *outputs, before=before) is wakes
+    seconds = PATIENCE_S if wakes else 0.05
+    assert await woken(inbox, wake_at, *outputs, before=before, seconds=seconds) is wakes
     assert inbox.take()[0] == outputs, "what did not wake is taken along"
 
 
@@ -73,14 +73,14 @@ class Unheard(Inbox[int]):
         self._answers.append(answer)
 
 
-async def _posted(inbox: Inbox[int], count: int) -> list[int]:
-    """What a driver hears of a thread that posts `count` answers, until nothing comes for a while."""
+async def _posted(inbox: Inbox[int], count: int, seconds: float) -> list[int]:
+    """What a driver hears of a thread that posts `count` answers, until nothing comes for so long."""
     got, thread = list[int](), threading.Thread(target=lambda: [inbox.post(n) for n in range(count)])
     waiting = asyncio.create_task(inbox.wait(NONE))
     await asyncio.sleep(0.01)  # it waits before the first one comes
     thread.start()
     while len(got) < count:
-        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        done, _ = await asyncio.wait([waiting], timeout=seconds)
         if not done:
             break
         got += inbox.take()[1]
@@ -91,11 +91,11 @@ async def _posted(inbox: Inbox[int], count: int) -> list[int]:
 
 
 async def test_answers_of_another_thread_wake_and_come_in_order() -> None:
-    assert await _posted(Inbox(), 3000) == list(range(3000))
+    assert await _posted(Inbox(), 3000, PATIENCE_S) == list(range(3000))
 
 
 async def test_control_without_a_wakening_they_wait() -> None:
-    assert await _posted(Unheard(), 3) == []
+    assert await _posted(Unheard(), 3, 0.5) == []
 
 
 async def test_the_wait_ends_with_its_time() -> None:

@@ -75,7 +75,10 @@ from llm42.cli.serve import until_interrupted
 signal.signal(signal.SIGTERM, _interrupt)
 
 def other():
-    time.sleep(0.5)  # the main thread waits by now: a signal before that would be heard either way
+    main = threading.main_thread().ident  # a signal before it waits would be heard either way
+    while sys._current_frames()[main].f_code.co_name not in ("until_interrupted", "wait"):
+        time.sleep(0.01)
+    time.sleep(0.5)
     print("up", flush=True)
     time.sleep(60)
 
@@ -96,7 +99,7 @@ def test_a_signal_that_another_thread_gets_is_heard(how: str, ends: bool) -> Non
         process.stdout.readline()
         process.terminate()
         try:
-            process.wait(timeout=30 if ends else 3)
+            process.wait(timeout=60 if ends else 3)
             ended = True
         except subprocess.TimeoutExpired:
             ended = False

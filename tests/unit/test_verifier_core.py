@@ -31,7 +31,7 @@ from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.kv_store import KVStore
 from llm42.verifier.prefixes import HeldKV
 from llm42.verifier.scheduler import Verifier
-from tests.support import check_pool
+from tests.support import PATIENCE_S, check_pool
 from tests.unit.shadow_runner import VOCAB, DelayedShadow, ShadowRunner, canonical, right_answer
 
 logging.getLogger("llm42.verifier.scheduler").setLevel(logging.CRITICAL)  # thousands of planted failures
@@ -566,17 +566,17 @@ def test_a_step_that_hangs_is_seen() -> None:
 
     def hang(*args: object) -> object:
         began.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
         return step(*args)  # type: ignore[arg-type]
 
     shadow.step = hang  # type: ignore[method-assign,assignment]
     assert verifier.start().stalled_s == 0.0
     call = verifier.submit(window_of("w", [1, 2]))
-    assert began.wait(30)
+    assert began.wait(PATIENCE_S)
     first = verifier.stalled_s
     assert 0.0 < first < verifier.stalled_s, "it grows while nothing happens"
     go_on.set()
-    call.result(timeout=30)
+    call.result(timeout=PATIENCE_S)
     while verifier.stalled_s:
         pass
     verifier.close()
@@ -658,8 +658,8 @@ def test_a_verifier_is_alive_until_its_thread_ends() -> None:
     assert thread is not None
     verifier._plan = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(VerifierUnavailable):
-        verifier.submit(window_of("last", [1])).result(timeout=5)
-    thread.join(timeout=5)
+        verifier.submit(window_of("last", [1])).result(timeout=PATIENCE_S)
+    thread.join(timeout=PATIENCE_S)
     assert not verifier.alive
 
 

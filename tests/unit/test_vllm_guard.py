@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llm42.engine.vllm.guard import LOOK_S, started
+from tests.support import PATIENCE_S
 
 PARENT = """
 import os, subprocess, sys, time
@@ -22,12 +23,26 @@ def child(inner="pass"):
 earlier = child()
 guard = Guard() if sys.argv[1] != "unguarded" else None
 engine = child("subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(120)'])")
-time.sleep(1.5)
+def until(condition):
+    while not (found := condition()):
+        time.sleep(0.02)
+    return found
+def slept():  # how often the guard has gone to sleep
+    status = open(f"/proc/{guard._process.pid}/status").read()
+    return int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
+def looks(count):
+    before = slept()
+    until(lambda: slept() >= before + count)
+(worker,) = until(lambda: open(f"/proc/{engine.pid}/task/{engine.pid}/children").read().split())
 if guard and sys.argv[1] != "starting":
+    looks(1)
+    before = slept()
     guard.ready()
-time.sleep(1.5)  # on ready, the guard looks one last time
+    until(lambda: slept() > before)  # on ready, the guard looks one last time
+    time.sleep(0.5)
 later = child()
-(worker,) = open(f"/proc/{engine.pid}/task/{engine.pid}/children").read().split()
+if sys.argv[1] == "starting":
+    looks(2)
 if sys.argv[1] == "closed":
     guard.close()
 print(earlier.pid, engine.pid, worker, later.pid, flush=True)
@@ -46,10 +61,10 @@ def survivors(how: str, left: list[str]) -> list[str]:
     names = ("earlier", "engine", "worker", "later")
     pids = dict(zip(names, map(int, parent.stdout.readline().split()), strict=True))
     births = {name: started(pid) for name, pid in pids.items()}
-    time.sleep(3 * LOOK_S)
+    time.sleep(LOOK_S)
     parent.kill()
     parent.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         alive = [name for name, pid in pids.items() if _runs(pid, births[name])]
         if alive == left:

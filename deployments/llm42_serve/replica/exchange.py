@@ -3,8 +3,9 @@ calls.
 
 An actor call costs either side more than half a millisecond of its interpreter, whatever is in it. So while
 any answer is awaited one call lies open at the verifier, which answers it when something is due. What is to
-go up goes with a call of its own, beside the open one, which is answered then. So at most two are under way,
-and what comes meanwhile goes with the next.
+go up goes with a call of its own, beside the open one, which is answered then: a window at once, what nobody
+waits for (credit, a release) a little later and with all others. So at most two are under way, and what comes
+meanwhile goes with the next.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from llm42_serve.wire import Answer, Down, Up, unpack
 
 log = logging.getLogger(__name__)
 UNDER_WAY = 2
+LATER_S = 0.02
+"""How long a renewal or a release waits for others. Short against half a credit of tokens."""
 AGAIN_S = (0.05, 0.2, 0.8)
 """Pauses after calls that were lost one after the other; after the last one the verifier counts as dead."""
 FRESH_S = 2.0
@@ -67,6 +70,7 @@ class Exchange:
         self._series = self._number = self._arrived = self._lost = 0
         self._box, self._ended = "", time.monotonic()
         self._pause: asyncio.TimerHandle | None = None
+        self._later: asyncio.TimerHandle | None = None
         self.dead: LLM42Error | None = None
         self.told: Down | None = None
         """The last answer that said something of the verifier's load."""
@@ -101,7 +105,7 @@ class Exchange:
         """As VerifierClient.renew; a request that the verifier does not know is said to the sink."""
         if request_id in self._sinks:
             self._renewals[request_id] = max(until, self._renewals.get(request_id, 0))
-            self._next()
+            self._soon()
 
     def stop(self, request_id: str) -> None:
         """As VerifierClient.stop; one that is not followed here is nothing."""
@@ -118,18 +122,28 @@ class Exchange:
         for of in (self._awaited, self._marks, self._renewals, self._windows, self._stops):
             of.pop(request_id, None)
         self._releases.add(request_id)  # also where the window was still here: one before it may be there
-        self._next()
+        self._soon()
 
     def close(self) -> None:
         """Ends the calls; nothing is said to anybody."""
         self.dead = self.dead or VerifierUnavailable("the replica is closed")
         self._sinks.clear()
-        if self._pause is not None:
-            self._pause.cancel()
+        for timer in (self._pause, self._later):
+            if timer is not None:
+                timer.cancel()
         for task in self._calls.values():
             task.cancel()
 
     # ---- calls
+
+    def _soon(self) -> None:
+        """Something is to be said that may wait for others."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(LATER_S, self._now)
+
+    def _now(self) -> None:
+        self._later = None
+        self._next()
 
     def _next(self) -> None:
         """Makes a call if there is something to say, or if an answer is awaited and none is open."""

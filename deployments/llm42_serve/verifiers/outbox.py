@@ -1,9 +1,9 @@
 """What waits in a verifier for one replica, until a call of that replica is there to take it along.
 
-The step thread puts commits in, one a request and step; the event loop gives them out, joined. A commit that
-answers a window is due at once, a directly decoded token when it has waited for the interval. An answer is
-kept until the replica has acknowledged it, and given again when it was lost. A call that comes twice is heard
-once, and so is a window; of a request whose window was replaced or released nothing more is put in.
+The step thread puts commits in, one a request and step; the event loop gives them out, joined. What begins or
+ends an answer is due at once, a directly decoded token between when it has waited for the interval. An answer
+is kept until the replica has acknowledged it, and given again when it was lost. A call that comes twice is
+heard once, and so is a window; of a request whose window was replaced or released nothing more is put in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from functools import partial
 from itertools import groupby
 
 from llm42.errors import LLM42Error, VerificationFailed
-from llm42.protocol import Commit, Failure
+from llm42.protocol import Commit, Failure, Window
 from llm42.session.commits import joined
 from llm42_serve.wire import Answer, Down, Up, pack
 
@@ -51,8 +51,10 @@ class Outbox:
         self._waiting: _Waiting = {}
         self._since = 0.0
         """When the oldest of them came (time.monotonic)."""
-        self._urgent = self._told = False
-        """_told: the loop knows that something waits, and whether it is urgent."""
+        self._urgent: dict[str, None] = {}
+        """Requests of which something is due at once, in the order in which they came."""
+        self._told = False
+        """The loop knows that something waits, and whether anything is urgent."""
         self._marks: dict[str, int] = {}
         """Of the requests' present windows."""
         self._begun: dict[str, int] = {}
@@ -98,13 +100,14 @@ class Outbox:
         with self._lock:
             return self._marks.get(request_id, 0)
 
-    def sink(self, request_id: str, mark: int = 0) -> Callable[[Answer], None]:
-        """Takes in what comes of one window; its first answer, and errors, are due at once."""
+    def sink(self, window: Window, mark: int = 0) -> Callable[[Answer], None]:
+        """Takes in what comes of one window; its first answer, its last and errors are due at once."""
         first = True
 
         def put(answer: Answer) -> None:
             nonlocal first
-            self.put(request_id, answer, first or not isinstance(answer, Commit), mark)
+            urgent = first or not isinstance(answer, Commit) or _ends(window, answer)
+            self.put(window.request_id, answer, urgent, mark)
             first = False
 
         return put
@@ -129,6 +132,7 @@ class Outbox:
             self._over[request_id] = int(call)
         with self._lock:
             self._waiting.pop(request_id, None)
+            self._urgent.pop(request_id, None)
             self._marks.pop(request_id, None)
         self._drop(request_id)
         return True
@@ -150,13 +154,16 @@ class Outbox:
                 self._since = time.monotonic()
             self._waiting.setdefault(request_id, []).append((mark, answer))
             wake = not self._told or (urgent and not self._urgent)
-            self._told, self._urgent = True, self._urgent or urgent
+            self._told = True
+            if urgent:
+                self._urgent[request_id] = None
         if wake:
             with suppress(RuntimeError):  # the loop is closed: nobody asks any more
                 self._loop.call_soon_threadsafe(self._look)
 
     async def take(self, up: Up) -> Down:
-        """Answers a call when something is due, or when the next one comes. Cancelling it loses nothing."""
+        """Answers a call when something is due, or when the next one comes: then with what is due, which may
+        be nothing. Cancelling it loses nothing."""
         self.called = time.monotonic()
         self._acknowledge(up)
         self._answer()  # the call before
@@ -191,15 +198,14 @@ class Outbox:
             self._timer = self._loop.call_later(delay_s, self._look)
 
     def _answer(self) -> None:
-        """Answers the open call with all that waits, if there is one that is still awaited."""
+        """Answers the open call with what is due, if there is one that is still awaited."""
         if self._open is None:
             return
         (up, future), self._open = self._open, None
         if future.done():  # it was cancelled: nobody takes what it would be given
             return
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            self._urgent = self._told = False
+            waiting = self._due(up)
         after = self._given[-1].number if self._given else self._acknowledged
         if not waiting:
             future.set_result(Down(after, after, box=self._name))
@@ -216,6 +222,16 @@ class Outbox:
             )
         future.set_result(replace(down, box=self._name))
 
+    def _due(self, up: Up) -> _Waiting:
+        """Takes out all that waits once the oldest has waited for the interval; until then only what is
+        urgent, so that requests which begin and end do not split the tokens of all others."""
+        if time.monotonic() >= self._since + up.interval_s:
+            due, self._waiting = self._waiting, {}
+        else:
+            due = {name: self._waiting.pop(name) for name in self._urgent}
+        self._urgent, self._told = {}, bool(self._waiting)
+        return due
+
     def _acknowledge(self, up: Up) -> None:
         """Lets go of what has arrived; from the first lost answer on, all wait again: they are in order."""
         self._acknowledged = max(self._acknowledged, min(up.acknowledged, self._number))
@@ -228,7 +244,7 @@ class Outbox:
             for given in reversed(again):
                 for name, answers in given.waiting.items():
                     self._waiting[name] = answers + self._waiting.get(name, [])
-            self._urgent = self._told = True
+            self._urgent, self._told = dict.fromkeys(self._waiting), True
 
 
 def _down(number: int, after: int, waiting: _Waiting) -> Down:
@@ -247,6 +263,13 @@ def _down(number: int, after: int, waiting: _Waiting) -> Down:
             failed += [mark] * (len(of_run) if not found else 0)
     packed = pack(commits) if commits else None
     return Down(number, after, packed, tuple(failures), marks=(*marks, *failed))
+
+
+def _ends(window: Window, commit: Commit) -> bool:
+    """Whether nothing comes after it, as the verifier sees it: who reads it may begin something else."""
+    if commit.end >= window.max_len > 0:
+        return True
+    return any(token in window.stop_token_ids for token in (commit.next_token, *commit.decoded))
 
 
 def typed(error: BaseException) -> LLM42Error:

@@ -94,7 +94,7 @@ class Outboxes:
     def _ask(self, box: Outbox, window: Window, mark: int) -> None:
         """What is wrong with one window is said of it alone."""
         name = window.request_id
-        sink = box.sink(name, mark)
+        sink = box.sink(window, mark)
         try:
             if window.credit:
                 self._verifier.follow(window, sink)
