@@ -23,7 +23,7 @@ class SessionSettings(Section):
     reads them; said anew when half of them are used."""
     commit_interval_s: PositiveFloat = 0.05
     """The longest that a token which the verifier decoded by itself waits there for others (seconds). A
-    request's first one never waits, nor does what answers candidates."""
+    request's first one and its last never wait, nor does what answers candidates."""
     min_window: PositiveInt = 7
     """Shortest target length of a window, in candidates."""
     max_window: PositiveInt = 63
