@@ -195,7 +195,13 @@ class VerifierActor:
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
         facts, load = self._verifier.manifest.get("request"), self._verifier.load()
-        work = (
+        return VerifierStatus(
+            "ready",
+            name,
+            "",
+            os.getpid(),
+            *counters,
+            facts,
             self._verifier.kv_tokens,
             stats.direct,
             self._verifier.places,
@@ -205,7 +211,6 @@ class VerifierActor:
             load.decode_steps,
             load.window_steps,
         )
-        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, *work)
 
     async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:
         """Answers in order, everything computed anew (audits). Pure, so a caller may repeat it. Raises

@@ -66,8 +66,13 @@ class Outboxes:
         down = replace(down, progressed_s=self._verifier.progressed_s(""))
         if (load := self._verifier.load(None)) is None:
             return down
-        counts = {"direct": load.direct, "kv_free": load.kv_free}
-        return replace(down, waited_s=load.waited_s, worked_s=self._verifier.worked_s, **counts)
+        return replace(
+            down,
+            direct=load.direct,
+            kv_free=load.kv_free,
+            waited_s=load.waited_s,
+            worked_s=self._verifier.worked_s,
+        )
 
     def _beside(self, up: Up) -> None:
         """An engine on this device says how long it has computed."""
