@@ -14,17 +14,17 @@ from tests.support import (
     PATIENCE_S,
     Answer,
     Lab,
-    all_ways,
     check_blocks,
     collect,
     differences,
+    pinned_ways,
     request_of,
     sweep,
     wait_until,
 )
 
 
-@all_ways
+@pinned_ways
 @pytest.mark.parametrize("deterministic", sweep([True, False], quick=[True]))
 def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool) -> None:
     engine, verifier = lab.engine(), lab.verifier().start()

@@ -177,7 +177,7 @@ def test_what_windows_have_decided_lies_between_two_parts() -> None:
     kept.committed(member, decoded(6, 7, 8, 9))
     claims = [p.claim() for p in kept.end("r")]
     assert [(w.tokens, w.candidates, c.next_token) for w, c in claims] == [
-        ((1, 2), (3,), 4),
+        ((1, 2), (3, 4), 5),
         ((1, 2, 3, 4, 5, 6), (7, 8), 9),
     ]
 

@@ -27,6 +27,10 @@ both_ways = pytest.mark.parametrize("lab", ["torch", "direct", "switching"], ind
 one and the other within a request, drawn at each commit."""
 all_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct", "switching"], indirect=True)
 """For tests that hold for both."""
+pinned_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)
+"""The same without requests that change their way."""
+switching_ways = pytest.mark.parametrize("lab", ["switching"], indirect=True)
+"""These alone."""
 
 
 class RandomWays:
