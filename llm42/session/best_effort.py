@@ -4,14 +4,16 @@ goes on behind what the client has."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import replace
 from typing import Protocol
 
 from llm42.engine.base import EngineOutput
-from llm42.errors import LLM42Error
-from llm42.protocol import Delta, Failure, Request
+from llm42.errors import LLM42Error, VerificationFailed
+from llm42.protocol import Commit, Delta, Failure, Request
+from llm42.session.actions import Action
 from llm42.session.direct import DirectDrive
 from llm42.session.drive import Owner, Shared
 from llm42.session.inbox import ANY, NONE, Inbox
@@ -21,6 +23,8 @@ from llm42.session.verify_call import judged
 from llm42.session.ways import AFTER, may_move
 from llm42.telemetry import metrics as m
 from llm42.text.output_text import OutputText
+
+log = logging.getLogger(__name__)
 
 
 class Pacer(Owner, Protocol):
@@ -38,6 +42,14 @@ class Moved(DirectDrive):
         now, before = self.session.stats, self.shared.counted
         self.owner.metrics.inc(m.MOVED_TOKENS, now.verified_tokens - before.verified_tokens)
         self.shared.counted = replace(now)
+
+    def commit(self, commit: Commit) -> list[Action]:
+        """A verifier that contradicts itself ends nothing here: the engine goes on."""
+        try:
+            return super().commit(commit)
+        except ValueError as error:
+            log.exception("a verifier's answer to a best-effort request does not fit")
+            raise VerificationFailed(str(error)) from error
 
     def _unheard_s(self) -> float:
         """Whatever the reason is: it was moved to be faster."""
@@ -137,8 +149,10 @@ class BestEffort:
     # ---- moved to a verifier
 
     def _may_change(self) -> bool:
-        """Whether so many tokens have come since the last decision; the more changes, the later."""
-        early = len(self._output) < self._decided_at + (self._owner.ways.hold << min(self._changes, 16))
+        """Whether so many tokens have come since the last decision; the more changes, the later. It may soon
+        go back: deterministic requests want its place."""
+        later = 0 if self._moved is not None else min(self._changes, 16)
+        early = len(self._output) < self._decided_at + (self._owner.ways.hold << later)
         return not (early or self._stays or self.done or self._failed is not None)
 
     def _goes(self, way: Way | None) -> Way:

@@ -132,6 +132,8 @@ class Drive(ABC):
         self.leave()
         self.session.turn("direct" if self.way == "verify" else "verify")
         self.shared.changes += 1
+        if self.session.way == "verify":
+            self.owner.ways.promises.end(self.request.request_id)
         self.owner.metrics.inc(m.WAY_CHANGES, way=self.session.way)
 
     def count_progress(self) -> None:

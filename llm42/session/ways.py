@@ -196,15 +196,18 @@ class Ways:
         try:
             way = decide(progress, self.load(verifier, request))
         except Exception:  # of what may only cost time nobody's request ends
-            if not self._failed:
-                log.exception("which way is cheaper cannot be said: requests stay in theirs")
-            self._failed = True
+            self._say_once()
         if way == "direct":
             later = progress.left
             self.promises.give(name, later if progress.way == "direct" else kv_needed(progress), later)
         else:
             self.promises.end(name)
         return way
+
+    def _say_once(self) -> None:
+        if not self._failed:
+            log.exception("which way is cheaper cannot be said: requests stay in theirs")
+        self._failed = True
 
     def ended(self, session: Session) -> None:
         """Learns from a deterministic request that is over."""
@@ -214,8 +217,12 @@ class Ways:
 
     def patience_s(self, session: Session, begun: bool, verifier: VerifierClient) -> float:
         """How long one that is decoded directly may wait for its next token. begun: it has had one there."""
-        load, deadline_s = self.load(verifier, session.request), self._settings.commit_deadline_s
-        return patience_s(self.progress(session, "direct", 0), load, deadline_s, begun)
+        progress, deadline_s = self.progress(session, "direct", 0), self._settings.commit_deadline_s
+        try:
+            return patience_s(progress, self.load(verifier, session.request), deadline_s, begun)
+        except Exception:
+            self._say_once()
+            return patience_s(progress, Load(), deadline_s, begun)
 
     # ---- what the policy is told
 

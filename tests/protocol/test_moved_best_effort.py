@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from llm42.errors import Overloaded, RequestRejected
-from llm42.protocol import FinishReason, Request, RequestStats, Window
+from llm42.protocol import Commit, FinishReason, Request, RequestStats, Window
 from llm42.session.best_effort import Moved
+from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
+from llm42.session.policy import Load, Progress, Way
 from llm42.session.ways import may_move
 from llm42.telemetry import metrics as m
 from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching
@@ -20,6 +22,7 @@ from tests.support import (
     SAMPLED,
     Lab,
     RandomWays,
+    Wrapped,
     check_blocks,
     check_pool,
     collect,
@@ -153,3 +156,61 @@ def test_what_the_engine_refuses_is_refused_in_any_way(lab: Lab) -> None:
     with pytest.raises(RequestRejected):
         together(generator, best_effort(1))
     assert nothing_left(generator)
+
+
+class Contradicts(Wrapped):
+    """Says another token, at the second look, of a position that it has said something of."""
+
+    lies = 0
+
+    def follow(self, window: Window, sink: Any) -> None:
+        said = 0
+
+        def heard(answer: Any) -> None:
+            nonlocal said
+            said += isinstance(answer, Commit)
+            sink(answer)
+            if said == 3 and isinstance(answer, Commit):
+                wrong = replace(answer.logprobs[-1], token=answer.logprobs[-1].token ^ 1)
+                last = {"next_token": wrong.token} if not answer.decoded else {"decoded": (wrong.token,)}
+                self.lies += 1
+                sink(replace(answer, logprobs=(*answer.logprobs[:-1], wrong), **last))
+
+        self.verifier.follow(window, heard)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_verifier_that_contradicts_itself_ends_no_best_effort(
+    lab: Lab, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """planted: as any request, the control."""
+    if planted:
+        monkeypatch.setattr(Moved, "commit", DirectDrive.commit)
+    verifier = Contradicts(lab.verifier().start())
+    generator = always_moved(lab, verifier)
+    if planted:
+        with pytest.raises(ValueError, match="a broken promise"):
+            together(generator, best_effort(1))
+    else:
+        assert [len(a.tokens) for a in together(generator, best_effort(2))] == [40, 40]
+    assert verifier.lies >= 1
+    assert nothing_left(generator)
+
+
+def test_moved_requests_are_soon_asked_whether_they_go_back(lab: Lab) -> None:
+    """However often they have changed; who is not moved is asked the later the more."""
+    asked = list[tuple[Way | None, int]]()
+
+    def decide(request: Progress, load: Load) -> Way:
+        asked.append((request.way, request.output))
+        return "verify" if request.way == "direct" else "direct"
+
+    lab = replace(lab, mode="auto", decide_best_effort=decide, parts=lab.parts)
+    generator = lab.generator(lab.engine(), lab.verifier().start(), credit=2)
+    generator.ways.hold = 4
+    (request,) = best_effort(1, sampling=GREEDY, stream=True)
+    assert len(together(generator, [replace(request, max_tokens=300)])[0].tokens) == 300
+    assert [way for way, _ in asked[:4]] == [None, "direct", "verify", "direct"]
+    _, moved, back, again = (output for _, output in asked[:4])
+    assert moved >= 4 and back - moved >= 4 << 2
+    assert 4 <= again - back < 4 << 3

@@ -14,6 +14,7 @@ from llm42.config import SessionSettings
 from llm42.engine.base import SAME_ID, EngineOutput, Sink
 from llm42.engine.torch.engine import TorchEngine
 from llm42.protocol import Request
+from llm42.session import drive
 from llm42.session.actions import Emit
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
@@ -102,6 +103,21 @@ def test_one_id_in_both_classes(lab: Lab) -> None:
     assert nothing_left(generator)
 
 
+def test_a_model_that_raises_while_somebody_waits(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For how long is then as where nothing is known."""
+    lab = replace(lab, mode="auto", decide=lambda *_: "direct", parts=lab.parts)
+    generator = lab.generator(lab.engine(), Starves(lab.verifier().start()), commit_deadline_s=0.002)
+    assert generator.verifier is not None
+
+    def load(_: object) -> VerifierLoad:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(generator.verifier, "load", load)
+    requests = [request_of(f"l{i}", i, max_tokens=30) for i in range(2)]
+    assert lab.wrong(together(generator, requests), requests) == []
+    assert nothing_left(generator)
+
+
 @pytest.mark.parametrize("first", ["verify", "direct"])
 def test_who_is_not_decoded_goes_back(lab: Lab, first: Way) -> None:
     """Whether it has begun or not; and not again for a while."""
@@ -117,6 +133,27 @@ def test_who_is_not_decoded_goes_back(lab: Lab, first: Way) -> None:
     assert lab.wrong(together(generator, requests), requests) == []
     assert 4 <= verifier.followed <= 8
     assert nothing_left(generator)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_who_goes_back_leaves_no_promise(lab: Lab, planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV that it does not take there is others'. planted: the promise is kept, as the control."""
+    held, turn = list[int](), drive.Drive.turn
+
+    def looks(self: drive.Drive) -> None:
+        turn(self)
+        if self.session.way == "verify":
+            held.append(self.owner.ways.promises.of(self.request.request_id))
+
+    monkeypatch.setattr(drive.Drive, "turn", looks)
+    if planted:
+        monkeypatch.setattr(Promises, "end", lambda *_: None)
+    auto = replace(lab, mode="auto", decide=lambda *_: "direct", parts=lab.parts)
+    generator = auto.generator(lab.engine(), Starves(lab.verifier().start()), commit_deadline_s=0.005)
+    generator.ways.hold = 64
+    requests = [request_of(f"k{i}", i, max_tokens=20) for i in range(2)]
+    assert lab.wrong(together(generator, requests), requests) == []
+    assert len(held) == 2 and all(held) == planted
 
 
 def test_control_without_another_way_it_waits(lab: Lab) -> None:

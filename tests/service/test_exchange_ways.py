@@ -53,6 +53,19 @@ async def test_a_stop_that_comes_late_is_not_of_the_next_window() -> None:
         assert made.verifier.stopped == ["a"], "the control"
 
 
+async def test_a_stop_of_a_window_that_never_left_is_of_the_one_before() -> None:
+    async with both(interval_s=0.001) as made:
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
+        await until(lambda: bool(made.verifier.requests))
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
+        made.exchange.stop("a")
+        await until(lambda: made.verifier.stopped == ["a"])
+        up = made.transport.calls[-1]
+        late = replace(up, number=up.number + 500, windows=(), marks=(), stops=(("b", 1),))
+        made.boxes._hear(made.boxes._boxes[up.replica], late)
+        assert made.verifier.stopped == ["a"], "another one's request of that name"
+
+
 async def test_a_lost_stop_is_said_again() -> None:
     async with both(interval_s=0.001) as made:
         made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)

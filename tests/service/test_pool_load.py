@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from llm42.protocol import Request, SamplingParams, Window
 from llm42.step_times import Costs
+from llm42_serve.replica.following import Following
 from llm42_serve.replica.verifier_pool import VerifierPool
 from tests.service.stand_ins import until
 from tests.service.test_following import Actor, pool_with
@@ -112,6 +114,46 @@ async def test_a_stopped_request_keeps_its_place() -> None:
         assert first.handle.verifier.released == []
         first.in_flight = 0
         pool.release("a")
+
+
+def as_it_was(following: Following, window: Window, starting: Any, late: bool) -> None:
+    """Whoever has the id is taken for the window that nobody waits for."""
+    following._cancel(window.request_id)
+    if (place := following._places.get(window.request_id)) is not None:
+        place.await_answers(False)
+
+
+async def after_a_cancelled_window(ready: bool) -> tuple[int, bool]:
+    """A window is cancelled, and the request decoded directly at once. How many requests count as decoded,
+    and whether somebody still looks for a verifier or has one. ready: one is, or it is being looked for."""
+    async with pool_with(Actor()) as pool:
+        (member,) = pool.members
+        member.handle.verifier.held = True
+        status = member.status
+        member.status = status if ready else None
+        verifying = asyncio.create_task(pool.verify([Window("a", (3, 1), 2, (7, 8), SamplingParams())]))
+        await until(lambda: bool(member.handle.verifier.submitted if ready else pool._following._starting))
+        verifying.cancel()
+        pool.follow(followed("a"), lambda _: None)
+        await asyncio.wait([verifying])
+        counted, known = member.direct, bool(pool._following._starting or pool._following._places)
+        member.status = status
+        if known:
+            member.handle.verifier.held = False
+            await until(lambda: bool(member.handle.verifier.requests))
+        pool.release("a")
+        return counted, known
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_a_cancelled_window_is_not_the_next_one(ready: bool) -> None:
+    assert await after_a_cancelled_window(ready) == (int(ready), True)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_control_it_would_be(ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Following, "_unwanted", as_it_was)
+    assert await after_a_cancelled_window(ready) == (0, ready)
 
 
 async def test_the_pool_tells_how_long_an_engine_beside_it_has_computed() -> None:

@@ -186,7 +186,8 @@ class Cluster:
         job.way = way
 
     def _may_change(self, job: Job) -> None:
-        if self.mode != "auto" or job.output < job.decided_at + (HOLD << job.changes):
+        later = job.changes if job.deterministic or job.way == "verify" else 0
+        if self.mode != "auto" or job.output < job.decided_at + (HOLD << later):
             return
         job.decided_at = job.output
         way = self._way_of(job, job.way)

@@ -72,8 +72,9 @@ def test_as_good_as_the_better_way(share: float, at_once: int, more: dict[str, A
 
 
 def bound(job: Job) -> float:
-    """How often it may have changed its way: every decision is twice as far from the one before."""
-    return math.log2(job.output / HOLD + 1)
+    """How often it may have changed its way: every decision is twice as far from the one before; for best
+    effort every other."""
+    return math.log2(job.output / HOLD + 1) * (1 if job.deterministic else 2)
 
 
 def test_moved_best_effort_is_faster() -> None:

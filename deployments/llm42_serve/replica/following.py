@@ -45,8 +45,10 @@ class _Place:
     actor_id: str
     handle: Any
     exchange: Exchange
+    window: Window | None = None
+    """The present one."""
     credit: int = 0
-    """Of its present window."""
+    """Of that."""
     heard_at: float = 0.0
     """When that was sent or, if later, when the last answer came."""
     awaited: bool = False
@@ -113,11 +115,12 @@ class Following:
                 found.set_result((member, answer))
 
         self._ask(window, take)
+        starting = self._starting.get(window.request_id)
         try:
             member, answer = await found
         except asyncio.CancelledError:
             late = time.monotonic() - entered >= self._session.verify_timeout_s - 1.0
-            self._unwanted(window.request_id, late)
+            self._unwanted(window, starting, late)
             raise
         if isinstance(answer, LLM42Error):
             raise answer
@@ -209,7 +212,8 @@ class Following:
             reader(place.member, answer)
 
         place.exchange.follow(window, heard)
-        place.credit, place.heard_at, place.silent = window.credit, time.monotonic(), True
+        place.window, place.credit = window, window.credit
+        place.heard_at, place.silent = time.monotonic(), True
         place.await_answers(True, window.credit)
 
     def _hear(self, name: str, place: _Place, answer: Answer) -> None:
@@ -245,14 +249,19 @@ class Following:
         if place is not None and self._in_vain(place):
             place.avoid()
 
-    def _unwanted(self, name: str, late: bool) -> None:
-        """Nobody waits for the window any more. late: because its time is over."""
-        self._cancel(name)
+    def _unwanted(self, window: Window, starting: asyncio.Task[None] | None, late: bool) -> None:
+        """Nobody waits for the window any more: nothing, where another one has taken its place meanwhile.
+        starting: what looks for its verifier. late: because its time is over."""
+        name = window.request_id
+        if self._starting.get(name) is starting:
+            self._cancel(name)
         place = self._places.get(name)
-        if place is not None and late and self._in_vain(place):
+        if place is None or place.window is not window:
+            return
+        if late and self._in_vain(place):
             place.avoid()
             self._leave(name)
-        elif place is not None:
+        else:
             place.await_answers(False)
 
     def _leave(self, name: str) -> None:
