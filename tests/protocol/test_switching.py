@@ -210,16 +210,22 @@ def test_whom_the_engine_refuses_the_verifier_decodes(lab: Lab) -> None:
 def test_what_the_policy_is_told(lab: Lab) -> None:
     """Measured steps of both, and who is in progress."""
     told: list[tuple[Progress, Load]] = []
+    expected: list[dict[Way, float]] = []
 
     def decide(request: Progress, load: Load) -> Way:
         told.append((request, load))
+        expected.append(generator.ways.expected(verifier))
         return "direct" if request.output >= 20 else "verify"
 
     lab = replace(lab, mode="auto", decide=decide, parts=lab.parts)
     requests = [request_of(f"t{i}", i, max_tokens=60) for i in range(2)]
     best_effort = replace(request_of("b", 9, max_tokens=200), deterministic=False, seeded=False)
-    generator = lab.generator(lab.engine(), lab.verifier().start(), min_window=1, start_window=3)
+    verifier = lab.verifier().start()
+    generator = lab.generator(lab.engine(), verifier, min_window=1, start_window=3)
     together(generator, [*requests, best_effort])
+    assert all(rate > 0.0 for rate in expected[-1].values()), "for the dashboard"
+    assert set(expected[-1]) == {"verify", "direct"} and set(expected[0].values()) == {0.0}
+    assert set(generator.ways.expected(verifier).values()) == {0.0}, "nobody is there any more"
     assert told[0][0].way is None
     request, load = told[-1]
     assert (request.way, request.length - request.output, request.most) == ("direct", 20, 60)
