@@ -16,7 +16,6 @@ from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers.actor import VerifierActor
 from tests.support import PATIENCE_S, Clock, until
 
-
 LOAD = VerifierLoad(Costs(((4.0, 0.1),)), Costs(((16.0, 0.2),)), waited_s=0.25)
 
 
