@@ -98,7 +98,8 @@ class Generator:
             run.close()
 
     def pause_s(self, request: Request) -> float:
-        """How long a best-effort request's tokens may wait for each other; its first and last never do."""
+        """How long tokens may wait for each other, of best effort and of whole replies; the first and last
+        never do."""
         interval_s = self.settings.server.stream_interval_s
         if not interval_s:
             return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from llm42.engine.build import build_engine
 from llm42.errors import VersionSkew
 from llm42.fingerprint.request import request_facts
 from llm42.protocol import Delta, Request, SamplingParams
+from llm42.session import driver
 from llm42.session.driver import Generator
 from llm42.telemetry.metrics import Metrics
 from llm42.verifier.build import build_verifier
@@ -238,19 +240,35 @@ async def pieces(layout: Layout, request: Request) -> list[Delta]:
     return found
 
 
-async def test_a_whole_best_effort_reply_is_sent_in_few_pieces(alone: Layout) -> None:
-    request = request_of("w", 3, max_tokens=120, deterministic=False, stream=False, num_logprobs=None)
-    found = await pieces(alone, request)
+def of_120(deterministic: bool, **more: Any) -> Request:
+    return request_of("w", 3, max_tokens=120, deterministic=deterministic, num_logprobs=None, **more)
+
+
+@both_classes
+async def test_a_whole_reply_is_sent_in_few_pieces(lab: Lab, deterministic: bool) -> None:
+    began, found = (
+        time.monotonic(),
+        await pieces(layout_of(lab, quick(lab)), of_120(deterministic, stream=False)),
+    )
     assert sum(len(d.token_ids) for d in found) == 120
-    assert len(found) <= 3
+    assert len(found) <= 3 + (time.monotonic() - began) / driver.KEEP_ALIVE_S
 
 
+@both_classes
 async def test_control_as_it_is_decoded_there_are_more(
-    alone: Layout, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fastpath, "coalesce", lambda source, _: source)
-    request = request_of("w", 3, max_tokens=120, deterministic=False, stream=False, num_logprobs=None)
-    assert len(await pieces(alone, request)) > 3
+    assert len(await pieces(layout_of(lab, quick(lab)), of_120(deterministic, stream=False))) > 10
+
+
+async def test_whoever_reads_along_gets_what_is_committed_as_it_comes(lab: Lab) -> None:
+    assert len(await pieces(layout_of(lab, quick(lab)), of_120(True, stream=True))) > 10
+
+
+def quick(lab: Lab) -> Settings:
+    """Of 120 tokens at most 9 come together, however slow the machine is."""
+    return canonical(lab.settings, credit=8, commit_interval_s=1e-4)
 
 
 async def test_best_effort_is_not_compared_with_anybodys_release(alone: Layout) -> None:

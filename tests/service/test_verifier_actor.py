@@ -114,6 +114,29 @@ async def test_an_actor_that_is_no_longer_wanted_ends_its_work_first(
     await it.ends()
 
 
+async def test_a_loop_that_was_held_up_gives_the_last_answers_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It saw work, then for a long time nothing, then none. The first look that sees none is not the end."""
+    it = Leased(monkeypatch, direct=1)
+    await it.ready()
+    it.now += 300.0
+    await it.lives()
+    looks, over = it.looks, list[bool]()
+    judged = it.actor._over
+
+    def judge(taken_s: float) -> bool:
+        over.append(judged(taken_s))
+        return over[-1]
+
+    monkeypatch.setattr(it.actor, "_over", judge)
+    it.stats.direct = 0
+    it.now += 3.0
+    await it.ends()
+    assert it.looks > looks
+    assert over[-2:] == [False, True]
+
+
 async def test_the_work_of_an_actor_that_is_no_longer_wanted_keeps_it_for_a_time_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

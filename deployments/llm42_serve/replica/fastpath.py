@@ -95,7 +95,8 @@ class FastPath:
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
         as_decoded = request.stop or not self._settings.engine.decodes
-        if as_decoded and not request.deterministic:  # the others' tokens come joined already
+        # the others' tokens come joined already; committed ones leave at once, if somebody reads along
+        if not request.stream if request.deterministic else as_decoded:
             return coalesce(source, self._generator.pause_s(request))
         return source
 
