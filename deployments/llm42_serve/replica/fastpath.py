@@ -94,7 +94,9 @@ class FastPath:
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
-        as_decoded = request.stop or not self._settings.engine.decodes
+        settings = self._settings
+        may_move = settings.session.mode == "auto" and not request.stream
+        as_decoded = request.stop or not settings.engine.decodes or may_move
         # the others' tokens come joined already; committed ones leave at once, if somebody reads along
         if not request.stream if request.deterministic else as_decoded:
             return coalesce(source, self._generator.pause_s(request))
