@@ -234,7 +234,7 @@ async def pieces(layout: Layout, request: Request) -> list[Delta]:
             assert isinstance(delta, Delta), delta
             if not found:
                 status = await replica.status(facts)
-                assert status.running == 1 and (layout.settings.engine.decodes or not status.kv_total)
+                assert layout.settings.engine.decodes or (status.running, status.kv_total) == (1, 0)
             found.append(delta)
     assert (await replica.status(facts)).running == 0
     replica._pool.close()
