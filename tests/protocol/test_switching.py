@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
 
+from llm42.api.requests import _all_fields
 from llm42.config import SessionSettings
 from llm42.errors import RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
@@ -241,6 +242,13 @@ def test_what_the_policy_is_told(lab: Lab) -> None:
         assert costs.times and costs.times[0][1] > 0
     assert nothing_left(generator)
     assert generator.ways._output != LEAST_LEFT and generator.ways._prompt == 20, "what is typical"
+
+
+def test_a_client_cannot_choose() -> None:
+    """No field of a body or of a request is about it; which fields there are is what decides on others."""
+    named = {"session", "mode", "session_mode", "way"}
+    assert not named & (_all_fields() | {field.name for field in fields(Request)})
+    assert {"deterministic", "seed"} <= _all_fields(), "the control"
 
 
 @pytest.mark.parametrize("way", ["verify", "direct"])
