@@ -254,6 +254,8 @@ class VerifierLoad:
     """How long windows have waited of late."""
     share: float = 1.0
     """Of the replica's requests, the part that is its."""
+    replicas: int = 1
+    """Those that ask it. Each sees the same room, and promises no more than its part of it."""
 
     @property
     def is_measured(self) -> bool:
