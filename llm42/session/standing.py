@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 from llm42.session.policy import Way
 
-SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 20.0
+SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
-HOLD_S, LONGEST_HOLD_S = 120.0, 960.0
+HOLD_S, LONGEST_HOLD_S = 120.0, 480.0
 """After a trial no other way is tried for so long; twice as long after each."""
-CLEARLY, NEARLY = 0.75, 1.15
+CLEARLY, NEARLY = 0.75, 1.6
 """Beside what the present way costs: so cheap a way is taken at once where nothing was measured of the present
 one; one that costs so much is tried once, since the model may be wrong by that much."""
-NEWS, NEWS_COST = 1.5, 0.6
-"""So many times more or fewer requests, or so much lower a cost than what was refused, are another load."""
+NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
+"""So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
+those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
+FEW, LEARN = 4, 0.02
 NOISE, WORSE = 0.01, 0.06
 """Two measurements differ by so much by chance; one that is so much worse halfway is enough."""
 PROMPT_TOKEN = 1 / 8
@@ -33,10 +35,19 @@ class Done:
     """Tokens of output, and of prompts by PROMPT_TOKEN."""
     ended: int = 0
     """Requests."""
+    share: float = 0.0
+    """Of deterministic ones among those that began: this does not depend on the way."""
+    began: int = 0
 
     def came(self, tokens: int, prompt: int = 0) -> None:
         """Output of a request; with the first the prompt's length."""
         self.work += tokens + PROMPT_TOKEN * prompt
+
+
+    def begin(self, deterministic: bool) -> None:
+        """A request has begun."""
+        self.began += 1
+        self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
 
 
 class Standing:
@@ -47,9 +58,11 @@ class Standing:
         self.changes = 0
         self._now = self._busy = self._until = self._since = 0.0
         """_busy: requests in progress, summed up over time: what a load less needs no other way."""
-        self._count = 0
-        """Requests in progress when the load was another the last time."""
-        self._hold_s, self._refused, self._near, self._blind = HOLD_S, 1.0, True, True
+        self._mean = 0.0
+        """Requests in progress, of late."""
+        self._load: tuple[float, float | None] = 0.0, None
+        """That, and the share of deterministic ones, when the load was another the last time."""
+        self._hold_s, self._near, self._blind = HOLD_S, True, True
         self._ended = 0
         self._from: tuple[float, float, float, int] | None = None
         """When measuring began, and work, busy and ended then."""
@@ -60,7 +73,9 @@ class Standing:
 
     def next(self, now: float, count: int, done: Done, cost: Mapping[Way, float], proposed: Way | None) -> Way | None:
         """The plan from now on. count: requests in progress. cost: what the model expects."""
-        self._busy += count * min(1.0, now - self._now)
+        passed_s = min(1.0, now - self._now)
+        self._busy += count * passed_s
+        self._mean += (count - self._mean) * passed_s / MEAN_S
         self._now = now
         if proposed is None or self.plan is None or not cost:
             if proposed != self.plan:
@@ -81,8 +96,14 @@ class Standing:
 
     def _look(self, count: int, done: Done) -> None:
         """Another load begins anew."""
-        if count > NEWS * self._count or count * NEWS < self._count:
-            self._count, self._hold_s, self._until = count, HOLD_S, self._now
+        before, share = self._load
+        if share is None and done.began >= 1 / LEARN:
+            self._load = before, done.share
+        most, least = max(before, self._mean), min(before, self._mean)
+        other_share = share is not None and abs(done.share - share) > NEWS_SHARE
+        if (most > NEWS * least and most - least >= FEW) or other_share:
+            self._load = self._mean, done.share if other_share else share
+            self._hold_s, self._until = HOLD_S, self._now
             self._near = self._blind = True
             self._take(self.plan, done)
 
@@ -123,12 +144,11 @@ class Standing:
                 self._blind = False
                 self._take(other(self.plan), done)
             return
-        if self._now < self._until and ratio > NEWS_COST * self._refused:
+        if self._now < self._until:
             return
         cheaper = ratio < 1.0 - 2 * NOISE
         if cheaper or (self._near and ratio < NEARLY):
-            before, self._refused = self._measured, ratio
-            self._near = False
+            before, self._near = self._measured, False
             self._take(other(self.plan), done)
             self._tried = before, 1.0 if cheaper else 1.0 + NOISE
 

@@ -195,6 +195,7 @@ class Cluster:
     def start(self, job: Job) -> None:
         """One more."""
         self.jobs.append(job)
+        self.done.begin(job.deterministic)
         self._go(job, self._way_of(job, None))
 
     def _way_of(self, job: Job, way: Way | None) -> Way:
