@@ -85,9 +85,13 @@ class Generator:
                 yield await run.prompt_alone()
                 return
             run.begin()
+            output = 0
             while not run.done:
                 if (delta := await run.advance()) is not None:
+                    self.ways.came(request, output, len(delta.token_ids))
+                    output += len(delta.token_ids)
                     yield delta
+            self.ways.ended_best_effort(request, output)
 
     @contextmanager
     def _passing(self, request: Request, text: OutputText) -> Iterator[BestEffort]:
@@ -132,8 +136,11 @@ class Generator:
                 yield await run.score_prompt()
             if request.max_tokens:
                 run.begin()
+                output = 0
                 while not run.done:
                     if (delta := await run.advance()) is not None:
+                        self.ways.came(request, output, len(delta.token_ids))
+                        output += len(delta.token_ids)
                         yield delta
 
     @contextmanager

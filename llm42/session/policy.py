@@ -169,7 +169,7 @@ def planned(typical: Progress, load: Load) -> Way | None:
 
 
 def costs(typical: Progress, load: Load) -> dict[Way, float]:
-    """Seconds until a typical request ends if all take that way; empty: too little is known, or nobody asks."""
+    """Seconds until a typical request ends if all take that way; empty: nothing is known, or nobody asks."""
     if not load.is_known or not load.deterministic:
         return {}
     return {way: typical.left * round_s(typical, load, way) + prompts_s(typical, load, way) for way in WAYS}

@@ -15,8 +15,8 @@ have ended as are in progress, and so long at most."""
 HOLD_S, LONGEST_HOLD_S = 120.0, 480.0
 """After a trial no other way is tried for so long; twice as long after each."""
 CLEARLY, NEARLY = 0.75, 1.6
-"""Beside what the present way costs: so cheap a way is taken at once where nothing was measured of the present
-one; one that costs so much is tried once, since the model may be wrong by that much."""
+"""Beside what the present way costs: so cheap a way is taken at once where nothing was measured of the
+present one; one that costs so much is tried once, since the model may be wrong by that much."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
@@ -42,7 +42,6 @@ class Done:
     def came(self, tokens: int, prompt: int = 0) -> None:
         """Output of a request; with the first the prompt's length."""
         self.work += tokens + PROMPT_TOKEN * prompt
-
 
     def begin(self, deterministic: bool) -> None:
         """A request has begun."""
@@ -71,7 +70,14 @@ class Standing:
         self._tried: tuple[float, float] | None = None
         """The speed before a trial that goes on, and how much faster it has to be."""
 
-    def next(self, now: float, count: int, done: Done, cost: Mapping[Way, float], proposed: Way | None) -> Way | None:
+    @property
+    def tries(self) -> bool:
+        """Whether a plan is on trial: nothing else is to change meanwhile."""
+        return self._tried is not None
+
+    def next(
+        self, now: float, count: int, done: Done, cost: Mapping[Way, float], proposed: Way | None
+    ) -> Way | None:
         """The plan from now on. count: requests in progress. cost: what the model expects."""
         passed_s = min(1.0, now - self._now)
         self._busy += count * passed_s
@@ -126,7 +132,9 @@ class Standing:
         before, needed = self._tried
         if self._measured is None and self._from is not None:
             since, work, busy, _ = self._from
-            if self._now - since >= MEASURE_S / 2 and done.work - work < before * (1 - WORSE) * (self._busy - busy):
+            if self._now - since >= MEASURE_S / 2 and done.work - work < before * (1 - WORSE) * (
+                self._busy - busy
+            ):
                 self._measured = 0.0
         if self._measured is None:
             return

@@ -148,7 +148,7 @@ class Cluster:
         known = self.decode_times.costs, self.window_times.costs
         used = sum(j.prompt + j.output for j in self.jobs if j.way == "direct" and not j.to_compute)
         promised = sum(
-            j.to_compute and j.prompt + j.output or LEAST_LEFT for j in self.jobs if j.way == "direct"
+            j.prompt + j.output if j.to_compute else LEAST_LEFT for j in self.jobs if j.way == "direct"
         )
         free = max(0, self.kv_tokens - used)
         limits = said, others, self.places, self.kv_tokens, free
@@ -166,9 +166,9 @@ class Cluster:
     def _plan(self, load: Load) -> None:
         self.planned_at = self.now
         typical = self._progress(Job(True, self.prompt, self.typical), None)
-        moved = moves(typical, load)
-        load = replace(load, moves=moved)
-        self.moves = moved
+        if not self.standing.tries:
+            self.moves = moves(typical, load)
+        load = replace(load, moves=self.moves)
         found = planned(typical, load)
         if self.stands:
             found = self.standing.next(self.now, len(self.jobs), self.done, costs(typical, load), found)

@@ -208,6 +208,7 @@ class VerifierPool:
             max(0, kv_free),
             waited_s,
             1.0 / max(1, len(self.ready)),
+            1 if told is None else told.replicas,
         )
 
     def note(self, request_id: str, member: Member) -> None:
