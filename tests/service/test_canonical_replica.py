@@ -256,6 +256,30 @@ async def test_a_whole_reply_is_sent_in_few_pieces(lab: Lab, deterministic: bool
 
 
 @both_classes
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_last_piece_says_who_has_computed_it(
+    alone: Layout, deterministic: bool, stream: bool
+) -> None:
+    """Also where the request is over before its pieces are sent."""
+    found = await pieces(alone, replace(of_120(deterministic, stream=stream), max_tokens=3))
+    assert (found[-1].replica, found[-1].verifier) == ("replica", "verifier-0")
+
+
+async def test_control_with_the_request_the_name_is_forgotten(
+    alone: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = VerifierPool.release
+
+    def forgets(self: VerifierPool, request_id: str) -> None:
+        release(self, request_id)
+        self.forget(request_id)
+
+    monkeypatch.setattr(VerifierPool, "release", forgets)
+    found = await pieces(alone, replace(of_120(True, stream=False), max_tokens=3))
+    assert found[-1].verifier == ""
+
+
+@both_classes
 async def test_control_as_it_is_decoded_there_are_more(
     lab: Lab, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

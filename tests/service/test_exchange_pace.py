@@ -4,8 +4,6 @@ takes along."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -17,26 +15,11 @@ from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.wire import Up
 from tests.protocol.session_model import prompt_of
 from tests.service.test_exchange import commit
-from tests.service.wires import Both
-from tests.support import PATIENCE_S
+from tests.service.wires import Both, both
+from tests.support import PATIENCE_S, until
 
 LONG_S = 600.0
 """An interval that no test waits for."""
-
-
-@asynccontextmanager
-async def both(**changes: Any) -> AsyncIterator[Both]:
-    made = Both(**changes)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 class Reader:

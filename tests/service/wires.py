@@ -7,8 +7,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
@@ -268,7 +269,7 @@ async def checked(
 
 @dataclass
 class Both:
-    """A verifier and a replica. Leave it by `close`."""
+    """A verifier and a replica. Leave it by `close`; `both` does."""
 
     seed: int = 0
     fates: tuple[str, ...] = ("good",)
@@ -289,6 +290,16 @@ class Both:
         for task in self.transport.others:
             task.cancel()
         await asyncio.to_thread(self.verifier.close)
+
+
+@asynccontextmanager
+async def both(**changes: Any) -> AsyncIterator[Both]:
+    """Both, for as long as the block lasts."""
+    made = Both(**changes)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 class GivesOnce(Outbox):

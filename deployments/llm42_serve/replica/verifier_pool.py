@@ -217,13 +217,16 @@ class VerifierPool:
 
     def release(self, request_id: str) -> None:
         """Tells the request's verifier that it is over; nothing waits for it."""
-        self._asked.pop(request_id, None)
         self._following.release(request_id)
         self._auditor.ended(request_id)
 
     def asked(self, request_id: str) -> str:
-        """The verifier that was asked last for a request that is not over; empty when none was."""
+        """The verifier that was asked last for a request, also when that is over; empty when none was."""
         return self._asked.get(request_id, "")
+
+    def forget(self, request_id: str) -> None:
+        """Its reply has been given: nobody wants to know any more who was asked."""
+        self._asked.pop(request_id, None)
 
     async def manifest(self) -> tuple[str, dict[str, Any]]:
         """The pool's fingerprint, and what it hashes. Raises VerifierUnavailable."""
