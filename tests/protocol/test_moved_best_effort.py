@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm42.errors import Overloaded, RequestRejected
-from llm42.protocol import Commit, FinishReason, Request, RequestStats, Window
+from llm42.protocol import Commit, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
@@ -142,11 +142,14 @@ def test_control_it_would_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
         {"json_schema": "{}"},
         {"prompt_logprobs": 1},
         {"max_tokens": 0},
+        {"sampling": SamplingParams(presence_penalty=1.5)},
+        {"sampling": SamplingParams(frequency_penalty=-0.5)},
     ],
 )
 def test_what_only_an_engine_does_stays_there(more: dict[str, Any]) -> None:
     plain = Request("r", (1, 2), 9, seeded=False)
     assert may_move(plain) and may_move(replace(plain, seeded=True))
+    assert may_move(replace(plain, sampling=SamplingParams(repetition_penalty=1.2))), "of prompt and output"
     assert not may_move(replace(plain, **more))
 
 
