@@ -269,10 +269,13 @@ class Ways:
 
 def may_move(request: Request) -> bool:
     """Whether a verifier decodes a best-effort request as well as an engine does. Not one with a schema, or
-    with a seed, whose noise is the engine's, nor one that wants what comes with the prompt."""
-    drawn = request.seeded and request.sampling.temperature > 0.0
+    with a seed, whose noise is the engine's, nor one that wants what comes with the prompt. Nor one whose
+    output counts for its penalties: to an engine that it goes back to, what it has of it may be prompt."""
+    sampling = request.sampling
+    drawn = request.seeded and sampling.temperature > 0.0
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
     with_prompt = request.prompt_logprobs is not None or not request.max_tokens
-    return not (drawn or with_prompt or request.json_schema is not None)
+    return not (drawn or penalised or with_prompt or request.json_schema is not None)
 
 
 def shares_device(settings: Settings) -> bool:

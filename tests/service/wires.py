@@ -57,6 +57,7 @@ class Stepper:
         self.waiting: list[tuple[Window, Future[Commit | Failure]]] = []
         self.submitted: list[Window] = []
         self.stopped: list[str] = []
+        self.worked_s = 12.5
         self.neighbour: Callable[[], float] | None = None
         self.stepped, self.held = time.monotonic(), False
         self.thread = threading.Thread(target=self._loop, daemon=True)
@@ -91,10 +92,6 @@ class Stepper:
         with self.lock:
             self.stopped.append(request_id)
             self.requests.pop(request_id, None)
-
-    @property
-    def worked_s(self) -> float:
-        return 12.5
 
     def beside(self, worked_s: Callable[[], float]) -> None:
         self.neighbour = worked_s

@@ -215,7 +215,7 @@ class Exchange:
             if self._marks.get(window.request_id) == mark and window.request_id in self._awaited:
                 self._windows[window.request_id] = window
         for name, until in up.renewals:
-            if name in self._sinks:
+            if self._awaited.get(name):  # a window without credit has taken the place of what they renew
                 self._renewals[name] = max(until, self._renewals.get(name, 0))
         self._releases.update(name for name in up.releases if name not in self._sinks)
         self._stops.update((name, mark) for name, mark in up.stops if self._marks.get(name) == mark)
