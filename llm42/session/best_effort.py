@@ -17,8 +17,9 @@ from llm42.session.actions import Action
 from llm42.session.direct import DirectDrive
 from llm42.session.drive import Owner, Shared
 from llm42.session.inbox import ANY, NONE, Inbox
+from llm42.session.load import Way
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
-from llm42.session.policy import WAIT_DEADLINES, Way
+from llm42.session.policy import WAIT_DEADLINES
 from llm42.session.verify_call import judged
 from llm42.session.ways import AFTER, may_move
 from llm42.telemetry import metrics as m

@@ -15,26 +15,21 @@ from llm42.engine.base import SAME_ID, Engine
 from llm42.host.cores import usable_cores
 from llm42.protocol import Request
 from llm42.session.interfaces import VerifierClient
+from llm42.session.load import LEAST_LEFT, WAYS, Load, Progress, Rounds, Way
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
 from llm42.session.policy import (
     HOLD,
-    LEAST_LEFT,
-    WAYS,
-    Load,
-    Progress,
-    Way,
     choose,
     choose_best_effort,
-    costs,
+    has_room_for_all,
     kv_needed,
-    moves,
     patience_s,
-    planned,
     rates,
     settled_window,
 )
 from llm42.session.promises import Promises
+from llm42.session.rounds import rounds
 from llm42.session.standing import Done, Standing
 
 log = logging.getLogger(__name__)
@@ -96,6 +91,8 @@ class Ways:
         self.done, self._standing = Done(), Standing()
         self._moves, self._plan = False, cast("Way | None", None)
         """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
+        self._rounds: Rounds | None = None
+        """How long a round is in each, as of the last plan."""
         self._planned_at = 0.0
         self._prompt, self._output = 0.0, float(LEAST_LEFT)
         """Of a typical deterministic request, in tokens."""
@@ -187,7 +184,7 @@ class Ways:
 
     def came(self, request: Request, output: int, tokens: int) -> None:
         """So many tokens of a request behind so many."""
-        self.done.came(tokens, 0 if output else len(request.prompt))
+        self.done.tokens += tokens
 
     def ended_best_effort(self, request: Request, output: int) -> None:
         """Learns from a best-effort request that is over. output: its tokens."""
@@ -222,17 +219,22 @@ class Ways:
             self.promises.coming,
             self._prompts,
             self._kv_each,
+            self.done.begins,
+            self._rounds,
         )
         if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
             return load
+        return self._planned(load)
+
+    def _planned(self, load: Load) -> Load:
+        """Makes a plan."""
         self._planned_at, typical = time.monotonic(), self._typical()
-        if not self._standing.tries:
-            self._moves = moves(typical, load)
-        load = replace(load, moves=self._moves)
-        count = self.best_effort + len(self.deterministic)
-        found = planned(typical, load)
-        self._plan = self._standing.next(self._planned_at, count, self.done, costs(typical, load), found)
-        return replace(load, moves=self._moves, plan=self._plan)
+        load = replace(load, rounds=rounds(typical, load))
+        self._rounds = load.rounds
+        room = has_room_for_all(typical, load)
+        plan = self._standing.next(self._planned_at, load.count, self.done, load.rounds, room)
+        self._moves, self._plan = plan == "moved", "direct" if plan == "moved" else plan
+        return replace(load, plan=self._plan, moves=self._moves)
 
     def progress(self, session: Session, way: Way | None, held: int) -> Progress:
         """Of a deterministic request; by what others have shown until it has shown something itself."""
@@ -261,7 +263,7 @@ class Ways:
         if self.pinned:
             return found
         try:
-            return found | rates(self._typical(), self.load(verifier))
+            return found | rates(self.load(verifier))
         except Exception:
             log.exception("what is expected of each way cannot be said")
             return found

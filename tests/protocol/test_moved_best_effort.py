@@ -13,7 +13,7 @@ from llm42.protocol import Commit, FinishReason, Request, RequestStats, Sampling
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
-from llm42.session.policy import Load, Progress, Way
+from llm42.session.load import Load, Progress, Way
 from llm42.session.ways import may_move
 from llm42.telemetry import metrics as m
 from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching

@@ -16,8 +16,8 @@ from llm42.errors import RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
 from llm42.session import drive
 from llm42.session.actions import Emit, Renew, Resend
+from llm42.session.load import LEAST_LEFT, Load, Progress, Way
 from llm42.session.machine import Session
-from llm42.session.policy import LEAST_LEFT, Load, Progress, Way
 from tests.protocol.direct_model import commit_of
 from tests.protocol.session_model import END, FastPath, canonical, logprob, oracle, prompt_of, verify
 from tests.protocol.switching import KINDS, nothing_left, switching

@@ -22,9 +22,9 @@ from llm42.protocol import Request, Window
 from llm42.session import drive
 from llm42.session.actions import Emit
 from llm42.session.direct import DirectDrive
+from llm42.session.load import Load, Progress, Way
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
-from llm42.session.policy import Load, Progress, Way
 from llm42.session.ways import Promises, Ways
 from llm42.step_times import Costs, VerifierLoad
 from tests.protocol.session_model import oracle, verify

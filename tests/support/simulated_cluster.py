@@ -15,19 +15,9 @@ from random import Random
 from statistics import fmean
 
 from llm42.engine.vllm.connection import Stats
-from llm42.session.policy import (
-    HOLD,
-    LEAST_LEFT,
-    Load,
-    Progress,
-    Way,
-    choose,
-    choose_best_effort,
-    costs,
-    moves,
-    planned,
-    settled_window,
-)
+from llm42.session.load import LEAST_LEFT, Load, Progress, Rounds, Way
+from llm42.session.policy import HOLD, choose, choose_best_effort, has_room_for_all, settled_window
+from llm42.session.rounds import rounds
 from llm42.session.standing import Done, Standing
 from llm42.session.ways import PLAN_S, Acceptance
 from llm42.step_times import Costs, Fading, Peak, StepTimes, VerifierLoad
@@ -66,6 +56,7 @@ class Job:
     waits: bool = False
     """Whether it is."""
     sent_at: float = 0.0
+    committed_at: float = 0.0
     to_prefill: int = 0
     """Tokens that the engine has still to compute before it decodes."""
     to_compute: int = 0
@@ -97,8 +88,6 @@ class Cluster:
     decide_best_effort: Choice = choose_best_effort
     places: int = LARGEST
     kv_tokens: int = 10**9
-    stands: bool = True
-    """False: what the model says is done at once."""
     knows_peak: bool = True
     """False: counts of different moments are subtracted."""
     knows_neighbour: bool = True
@@ -108,6 +97,7 @@ class Cluster:
     changes: int = 0
     moves: bool = False
     plan: Way | None = None
+    rounds: Rounds | None = None
     typical: int = LEAST_LEFT
     prompt: int = 0
     prompts: float = 0.0
@@ -128,6 +118,7 @@ class Cluster:
         if self.devices == 1 and self.knows_neighbour:
             engine, verifier = self.stats.times, self.decode_times
             engine.neighbour = lambda: verifier.worked.seconds
+            engine.row_s = self._row_s
             verifier.neighbour = self.window_times.neighbour = lambda: engine.worked.seconds
         self.waited, self.mine, self.acceptance = Fading(clock), Peak(clock), Acceptance()
         self.done, self.standing = Done(), Standing()
@@ -135,6 +126,10 @@ class Cluster:
         self.queue: deque[Job] = deque()
 
     # ---- what the policy is told
+
+    def _row_s(self) -> float:
+        load = VerifierLoad(self.decode_times.costs, self.window_times.costs)
+        return load.prompt_row_s if load.is_measured else 0.0
 
     def load(self) -> Load:
         """As Ways.load."""
@@ -158,21 +153,19 @@ class Cluster:
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs
         load = Load(best_effort, movable, self.moves, count, fast, verifier, self.devices == 1, self.plan)
         load = replace(load, promised=promised, coming=max(0, direct - said))
-        load = replace(load, prompts=self.prompts, kv_each=self.kv_each)
+        load = replace(load, prompts=self.prompts, kv_each=self.kv_each, begins=self.done.begins)
         if self.plan is None or self.now - self.planned_at >= PLAN_S:
             self._plan(load)
-        return replace(load, moves=self.moves, plan=self.plan)
+        return replace(load, moves=self.moves, plan=self.plan, rounds=self.rounds)
 
     def _plan(self, load: Load) -> None:
         self.planned_at = self.now
         typical = self._progress(Job(True, self.prompt, self.typical), None)
-        if not self.standing.tries:
-            self.moves = moves(typical, load)
-        load = replace(load, moves=self.moves)
-        found = planned(typical, load)
-        if self.stands:
-            found = self.standing.next(self.now, len(self.jobs), self.done, costs(typical, load), found)
-        self.plan = found
+        load = replace(load, rounds=rounds(typical, load))
+        self.rounds = load.rounds
+        room = has_room_for_all(typical, load)
+        plan = self.standing.next(self.now, len(self.jobs), self.done, load.rounds, room)
+        self.moves, self.plan = plan == "moved", "direct" if plan == "moved" else plan
 
     def _learn(self, job: Job) -> None:
         """As Ways learns."""
@@ -231,8 +224,8 @@ class Cluster:
             self._go(job, way)
 
     def _commit(self, job: Job, tokens: int) -> None:
-        tokens = min(tokens, job.most - job.output)
-        self.done.came(tokens, 0 if job.output else job.prompt)
+        tokens, job.committed_at = min(tokens, job.most - job.output), self.now
+        self.done.tokens += tokens
         job.output += tokens
         self.tokens += tokens
         if job.output >= job.most:
@@ -279,7 +272,7 @@ class Cluster:
         self._send_due(job)
 
     def _send_due(self, job: Job) -> None:
-        over = job.output + job.proposed >= job.most
+        over = job.output + job.proposed >= job.most or self.now >= job.committed_at + DEADLINE_S
         if job.proposed and not job.waits and (job.proposed >= job.target or over):
             job.waits, job.window, job.sent_at = True, min(WINDOW, job.proposed), self.now
             self.queue.append(job)

@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 
+from llm42.session.load import LEAST_LEFT, WAYS, Load, Progress, Way
 from llm42.session.policy import (
     HOLD,
-    LEAST_LEFT,
     MARGIN,
     MOVE_MARGIN,
-    WAYS,
-    Load,
-    Progress,
-    Way,
     choose,
     choose_best_effort,
     kv_needed,

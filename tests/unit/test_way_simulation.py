@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from llm42.session import policy
-from llm42.session.policy import HOLD, Load, Progress, Way
+from llm42.session.load import Load, Progress, Way
+from llm42.session.policy import HOLD
 from llm42.step_times import Costs
 from tests.support.simulated_cluster import Cluster, Job
 
