@@ -2,4 +2,5 @@
 from llm42.verifier.followers import Followers
 import inspect
 from llm42.verifier import admission
+
 print(inspect.getsource(admission.Admission._admitted).count("return False"))
