@@ -2,5 +2,4 @@
 from llm42.verifier.followers import Followers
 import inspect
 from llm42.verifier import admission
-
 print(inspect.getsource(admission.Admission._admitted).count("return False"))

@@ -169,8 +169,8 @@ class Ways:
         return self._asked(self.decide_best_effort, request, progress, verifier)
 
     def came_back(self) -> None:
-        """A best-effort request had to leave its verifier, which it waited for or which is gone: the next ones
-        would find the same. Those that have gone together come back together, and count once."""
+        """A best-effort request had to leave its verifier, for which it had waited or which is gone: the next
+        ones would find the same. Those that have gone together come back together, and count once."""
         if (now := time.monotonic()) >= self._shy_until:
             self._shy_s = min(2 * self._shy_s, SHY_MOST_S) or SHY_S
             self._shy_until = now + self._shy_s

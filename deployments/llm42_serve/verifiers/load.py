@@ -50,7 +50,7 @@ class Work(Protocol):
 
     @property
     def yielding(self) -> int:
-        """Of `direct`, those that give way to others: best effort, which is no reason to turn anybody away."""
+        """Of `direct`, those that give way to others: no reason to turn anybody away."""
 
     @property
     def yielding_kv(self) -> int:
