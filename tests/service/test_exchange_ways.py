@@ -75,15 +75,17 @@ async def test_a_stop_of_a_window_that_never_left_is_of_the_one_before(planted: 
         unheard = exact_stops(made.boxes) if planted else []
         made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
         await until(lambda: bool(made.verifier.requests))
-        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
+        made.exchange.follow(window_of("b", credit=5000, max_len=9000), lambda _: None)
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)  # no call is free
         made.exchange.stop("a")
         if planted:
-            await until(lambda: unheard == [("a", 2)])
+            await until(lambda: unheard == [("a", 3)])
             assert made.verifier.stopped == []
             return
         await until(lambda: made.verifier.stopped == ["a"])
+        assert [mark for up in made.transport.calls for mark in up.marks] == [1, 2], "it has not left"
         up = made.transport.calls[-1]
-        late = replace(up, number=up.number + 500, windows=(), marks=(), stops=(("b", 1),))
+        late = replace(up, number=up.number + 500, windows=(), marks=(), stops=(("c", 1),))
         made.boxes._hear(made.boxes._boxes[up.replica], late)
         assert made.verifier.stopped == ["a"], "another one's request of that name"
 
