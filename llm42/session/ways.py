@@ -37,6 +37,9 @@ Decide = Callable[[Progress, Load], Way]
 """What says which way a request takes. It may say what it will: the output is the same."""
 AFTER = 8
 """Times HOLD: so many tokens a request stays where it is that had to leave its way because nothing came."""
+SHY_S, SHY_MOST_S = 10.0, 160.0
+"""For so long no best effort goes to a verifier after some has come back from one with nothing, at first and
+at most."""
 PLAN_S, LEARN = 0.1, 0.1
 """How often a plan is made, and what one request counts for what is typical."""
 MEMORY = 1 << 16
@@ -98,6 +101,8 @@ class Ways:
         """Of a typical deterministic request, in tokens."""
         self._prompts = self._kv_each = 0.0
         """Of best effort: tokens of prompts per token of output, and of KV."""
+        self._shy_until = self._shy_s = 0.0
+        """Until when no best effort goes to verifiers, and how long that was said for."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -152,11 +157,24 @@ class Ways:
         self, request: Request, output: int, way: Way | None, held: int, verifier: VerifierClient
     ) -> Way:
         """For a best-effort request, with so many tokens of output."""
+        if way != "direct" and time.monotonic() < self._shy_until:
+            return "verify"
         length = len(request.prompt) + output
         progress = replace(
             self._typical(way), length=length, output=output, most=request.max_tokens, held=held
         )
         return self._asked(self.decide_best_effort, request, progress, verifier)
+
+    def came_back(self) -> None:
+        """A best-effort request had to leave its verifier, for which it had waited or which is gone: the next
+        ones would find the same. Those that have gone together come back together, and count once."""
+        if (now := time.monotonic()) >= self._shy_until:
+            self._shy_s = min(2 * self._shy_s, SHY_MOST_S) or SHY_S
+            self._shy_until = now + self._shy_s
+
+    def came_on(self) -> None:
+        """A verifier has begun to decode a best-effort request."""
+        self._shy_s = 0.0
 
     def _asked(self, decide: Decide, request: Request, progress: Progress, verifier: VerifierClient) -> Way:
         name, way = request.request_id, progress.way or "verify"
