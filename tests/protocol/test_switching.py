@@ -20,7 +20,7 @@ from llm42.session.load import LEAST_LEFT, Load, Progress, Way
 from llm42.session.machine import Session
 from tests.protocol.direct_model import commit_of
 from tests.protocol.session_model import END, FastPath, canonical, logprob, oracle, prompt_of, verify
-from tests.protocol.switching import KINDS, nothing_left, switching
+from tests.protocol.switching import KINDS, OneLate, nothing_left, switching
 from tests.support import (
     SAMPLED,
     Lab,
@@ -94,15 +94,6 @@ def play_switching(seed: int, make: Callable[..., Session] = Session) -> list[st
     if shown != want or logprobs != want_logprobs or session.finish != reason:
         return [f"{shown} ({session.finish}) instead of {want} ({reason})"]
     return []
-
-
-class OneLate(Session):
-    """Goes direct behind a candidate that nobody has verified."""
-
-    def turn(self, way: Way) -> None:
-        if way == "direct" and self.proposed:
-            self.committed.append(self.proposed.pop(0))
-        super().turn(way)
 
 
 def test_a_session_that_switches_at_any_commit() -> None:
