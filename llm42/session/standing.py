@@ -14,9 +14,9 @@ SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 have ended as are in progress, and so long at most."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
-MARGIN, CLEARLY = 0.03, 0.25
-"""Another plan must seem to save so much of a round; so much, and nothing need be measured before. At first
-the fast path decodes, unless that costs as much: then both sides are measured."""
+MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
+"""Another plan must seem to save so much of a round; at first, for the fast path not to begin, which measures
+both sides; and for nothing to be measured before."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
@@ -98,15 +98,17 @@ class Standing:
         is known, or nobody asks. room: whether verifiers have room for best effort."""
         passed_s, mark = min(1.0, now - self._now.at), self._now
         self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
-        self._mean += (count - self._mean) * passed_s / MEAN_S
+        self._mean += (count - self._mean) * min(1.0, passed_s / MEAN_S)
         if rounds is None:
             return self.plan
         expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}
         if room:
             expected["moved"] = rounds.moved
+        if self.plan is None:
+            self._mean = float(count)
         if self.plan not in expected:  # none yet, or there is no room for it any more
             plan = self._cheapest(expected)
-            self._take(plan if expected[plan] < (1.0 - CLEARLY) * expected["verify"] else "verify")
+            self._take(plan if expected[plan] < (1.0 - FIRST) * expected["verify"] else "verify")
             return self.plan
         self._look(done)
         self._measure(count, expected[self.plan])
@@ -122,6 +124,8 @@ class Standing:
     def _look(self, done: Done) -> None:
         """Another load begins anew."""
         before, share = self._load
+        if not before:
+            self._load = before, share = self._mean, share
         if share is None and done.began >= 1 / LEARN:
             self._load = before, done.share
         most, least = max(before, self._mean), min(before, self._mean)
