@@ -130,14 +130,15 @@ class Neighbour:
 class StepTimes:
     """Written by one thread, read by any."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self.worked = clock, Worked(clock)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, late: bool = False) -> None:
+        """late: a prompt's rows are told with its last ones, whenever the others were computed."""
+        self._clock, self.worked, self.late = clock, Worked(clock), late
         self.neighbour: Callable[[], float] = lambda: 0.0
         """For how many seconds whoever shares the device has computed so far: half of them were not this
         side's."""
         self.row_s: Callable[[], float] = lambda: 0.0
         """Seconds of a row of a prompt as somebody else has measured them, of the same model on the same
-        device; 0.0: nobody has. What is told of rows may be too late to tell what they cost."""
+        device; 0.0: nobody has. Asked where what is told of rows is too late to tell what they cost."""
         self._seen = clock(), 0.0
         self._sizes: list[deque[_Step]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._found, self._looked_at, self._news = Costs(), -LOOK_S, False
@@ -164,8 +165,14 @@ class StepTimes:
         now = self._clock()
         if (not self._found.times and self._news) or now - self._looked_at >= LOOK_S:
             sizes = [[s for s in list(size) if now - s[3] < OLD_S] for size in self._sizes]
-            self._found, self._looked_at, self._news = _evaluated(sizes, self.row_s()), now, False
+            self._found, self._looked_at, self._news = _evaluated(sizes, self._row_s()), now, False
         return self._found
+
+    def _row_s(self) -> float:
+        try:
+            return self.row_s() if self.late else 0.0
+        except Exception:  # as of a neighbour
+            return 0.0
 
 
 def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm42.session.load import Plan, Rounds
+from llm42.session.load import LEAST_LEFT, Plan, Rounds
 
 SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
@@ -20,7 +20,7 @@ both sides; and for nothing to be measured before."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
-FEW, LEARN, ENOUGH = 4, 0.02, 16
+FEW, LEARN, ENOUGH, LEARN_LENGTHS = 4, 0.02, 16, 0.05
 NOISE, WORSE = 0.01, 0.06
 """Two measurements differ by so much by chance; one that is so much worse halfway is enough."""
 
@@ -46,6 +46,26 @@ class Done:
         """A request has begun."""
         self.began += 1
         self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Of typical requests of one kind, in tokens: means of late. Prompts are known as they begin."""
+
+    prompt: float = 0.0
+    output: float = float(LEAST_LEFT)
+    _began: int = 0
+    _ended: int = 0
+
+    def begin(self, prompt: int) -> None:
+        """One has begun."""
+        self._began += 1
+        self.prompt += max(LEARN_LENGTHS, 1 / self._began) * (prompt - self.prompt)
+
+    def end(self, output: int) -> None:
+        """One has ended."""
+        self._ended += 1
+        self.output += max(LEARN_LENGTHS, 1 / self._ended) * (output - self.output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +191,7 @@ class Standing:
             expected[self.plan] * self._off.get(self.plan, 1.0)
         )
         if self._measured is None:
-            if saved > CLEARLY and self._blind:
+            if saved > CLEARLY and self._blind and self._now.at - self._since.at >= SETTLE_S:
                 self._blind = False
                 self._take(other)
         elif saved > MARGIN and self._now.at >= self._until:

@@ -15,7 +15,7 @@ from llm42.engine.base import SAME_ID, Engine
 from llm42.host.cores import usable_cores
 from llm42.protocol import Request
 from llm42.session.interfaces import VerifierClient
-from llm42.session.load import LEAST_LEFT, WAYS, Load, Progress, Rounds, Way
+from llm42.session.load import WAYS, Load, Progress, Rounds, Way
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
 from llm42.session.policy import (
@@ -30,7 +30,8 @@ from llm42.session.policy import (
 )
 from llm42.session.promises import Promises
 from llm42.session.rounds import rounds
-from llm42.session.standing import Done, Standing
+from llm42.session.standing import Done, Lengths, Standing
+from llm42.step_times import VerifierLoad
 
 log = logging.getLogger(__name__)
 Decide = Callable[[Progress, Load], Way]
@@ -97,10 +98,8 @@ class Ways:
         self._rounds: Rounds | None = None
         """How long a round is in each, as of the last plan."""
         self._planned_at = 0.0
-        self._prompt, self._output = 0.0, float(LEAST_LEFT)
-        """Of a typical deterministic request, in tokens."""
-        self._prompts = self._kv_each = 0.0
-        """Of best effort: tokens of prompts per token of output, and of KV."""
+        self.lengths, self._of_best_effort = Lengths(), Lengths()
+        """Of deterministic requests and of the others."""
         self._shy_until = self._shy_s = 0.0
         """Until when no best effort goes to verifiers, and how long that was said for."""
         self._failed = False
@@ -110,7 +109,7 @@ class Ways:
         """Where both share a device, each is told of the other: what it takes is no cost of theirs."""
         if self._one_device and not self.pinned:
             times = self._engine.times
-            times.neighbour = lambda: verifier.worked_s
+            times.neighbour, times.row_s = (lambda: verifier.worked_s), (lambda: _row_s(verifier.load(None)))
             verifier.beside(lambda: times.worked.seconds)
 
     @property
@@ -133,6 +132,7 @@ class Ways:
         self.best_effort += not verified
         self.movable += moves
         self.done.begin(verified)
+        (self.lengths if verified else self._of_best_effort).begin(len(request.prompt))
         try:
             yield
         finally:
@@ -196,19 +196,15 @@ class Ways:
 
     def ended(self, session: Session) -> None:
         """Learns from a deterministic request that is over."""
-        prompt, output = len(session.request.prompt), len(session.committed)
-        self._prompt += LEARN * (prompt - self._prompt) if self._prompt else prompt
-        self._output += LEARN * (output - self._output)
+        self.lengths.end(len(session.committed))
 
     def came(self, request: Request, output: int, tokens: int) -> None:
         """So many tokens of a request behind so many."""
         self.done.tokens += tokens
 
-    def ended_best_effort(self, request: Request, output: int) -> None:
+    def ended_best_effort(self, output: int) -> None:
         """Learns from a best-effort request that is over. output: its tokens."""
-        prompts, kv = len(request.prompt) / max(1, output), len(request.prompt) + output
-        self._prompts += LEARN * (prompts - self._prompts) if self._kv_each else prompts
-        self._kv_each += LEARN * (kv - self._kv_each) if self._kv_each else kv
+        self._of_best_effort.end(output)
 
     def patience_s(self, session: Session, begun: bool, verifier: VerifierClient) -> float:
         """How long one that is decoded directly may wait for its next token. begun: it has had one there."""
@@ -224,6 +220,7 @@ class Ways:
     def load(self, verifier: VerifierClient, request: Request | None = None) -> Load:
         """Of this replica and of the verifier that has the request or would get it."""
         promised = self.promises.total - (0 if request is None else self.promises.of(request.request_id))
+        others = self._of_best_effort
         load = Load(
             min(self.best_effort, self._places),
             min(self.movable, self._places),
@@ -235,8 +232,8 @@ class Ways:
             self._plan,
             promised,
             self.promises.coming,
-            self._prompts,
-            self._kv_each,
+            others.prompt / max(1.0, others.output),
+            others.prompt + others.output,
             self.done.begins,
             self._rounds,
         )
@@ -269,7 +266,7 @@ class Ways:
         run, wasted = acceptance.run(s.max_window), acceptance.wasted_share
         window = settled_window(run, s.min_window, s.max_window)
         found = Progress(way, wasted=wasted, window=window)
-        length, most = round(self._prompt), round(self._output)
+        length, most = round(self.lengths.prompt), round(self.lengths.output)
         return replace(
             found, length=length, most=most, ahead=s.lookahead, deadline_s=s.commit_deadline_s, typical=most
         )
@@ -285,6 +282,10 @@ class Ways:
         except Exception:
             log.exception("what is expected of each way cannot be said")
             return found
+
+
+def _row_s(verifier: VerifierLoad | None) -> float:
+    return verifier.prompt_row_s if verifier is not None and verifier.is_measured else 0.0
 
 
 def may_move(request: Request) -> bool:

@@ -232,7 +232,9 @@ def test_what_the_policy_is_told(lab: Lab) -> None:
     for costs in (load.fast, known.decode_steps, known.window_steps):
         assert costs.times and costs.times[0][1] > 0
     assert nothing_left(generator)
-    assert generator.ways._output != LEAST_LEFT and generator.ways._prompt == 20, "what is typical"
+    assert generator.ways.lengths.output != LEAST_LEFT and generator.ways.lengths.prompt == 20, (
+        "what is typical"
+    )
 
 
 def test_a_client_cannot_choose() -> None:

@@ -50,7 +50,7 @@ class Stats:
     """Share of the KV cache that requests hold; what is only cached does not count."""
     preemptions: int = 0
     steps: int = 0
-    times: StepTimes = field(default_factory=StepTimes)
+    times: StepTimes = field(default_factory=lambda: StepTimes(late=True))
     timed: list[tuple[int, int]] = field(default_factory=list)
     """Decoded tokens and prompts' tokens of the steps since `began`."""
     began: float = 0.0
