@@ -15,8 +15,8 @@ have ended as are in progress, and so long at most."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
 MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
-"""Another plan must seem to save so much of a round; at first, for the fast path not to begin, which measures
-both sides; and for nothing to be measured before."""
+"""Another plan must seem to save so much of a round; so much where a load begins, of which nothing was
+measured, at first beside verify, which measures both sides; and so much to be taken later without that."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
@@ -127,10 +127,11 @@ class Standing:
         if self.plan is None:
             self._mean = float(count)
         if self.plan not in expected:  # none yet, or there is no room for it any more
-            plan = self._cheapest(expected)
-            self._take(plan if expected[plan] < (1.0 - FIRST) * expected["verify"] else "verify")
+            self._begin(expected, "verify")
             return self.plan
-        self._look(done)
+        if self._is_another_load(done):
+            self._forget()
+            self._begin(expected, self.plan)
         self._measure(count, expected[self.plan])
         if self._before is not None:
             self._judge(self._before)
@@ -141,19 +142,21 @@ class Standing:
     def _cheapest(self, expected: dict[Plan, float]) -> Plan:
         return min(expected, key=lambda plan: expected[plan] * self._off.get(plan, 1.0))
 
-    def _look(self, done: Done) -> None:
-        """Another load begins anew."""
-        before, share = self._load
-        if not before:
-            self._load = before, share = self._mean, share
-        if share is None and done.began >= 1 / LEARN:
-            self._load = before, done.share
-        most, least = max(before, self._mean), min(before, self._mean)
+    def _begin(self, expected: dict[Plan, float], otherwise: Plan) -> None:
+        plan = self._cheapest(expected)
+        self._take(plan if expected[plan] < (1.0 - FIRST) * expected[otherwise] else otherwise)
+
+    def _is_another_load(self, done: Done) -> bool:
+        count, share = self._load
+        if not count or (share is None and done.began >= 1 / LEARN):
+            count, share = count or self._mean, done.share if done.began >= 1 / LEARN else None
+            self._load = count, share
+        most, least = max(count, self._mean), min(count, self._mean)
         other_share = share is not None and abs(done.share - share) > NEWS_SHARE
-        if (most > NEWS * least and most - least >= FEW) or other_share:
-            self._load = self._mean, done.share if other_share else share
-            self._forget()
-            self._take(self.plan)
+        if not other_share and not (most > NEWS * least and most - least >= FEW):
+            return False
+        self._load = self._mean, done.share if share is not None else None
+        return True
 
     def _over(self, since: Mark, least_s: float, count: float) -> bool:
         age_s = self._now.at - since.at
