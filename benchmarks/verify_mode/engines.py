@@ -1,5 +1,5 @@
-"""Engines behind the client loop of benchmarks/direct/engines.py: ours through its adapter, and vLLM untouched.
-Both say how many tokens have come, and can drop what still runs."""
+"""Engines behind the client loop of benchmarks/direct/engines.py: ours through its adapter, and vLLM
+untouched. Both say how many tokens have come, and can drop what still runs."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     python -m benchmarks.verify_mode.h200 --out DIR --cpu [--engine vllm]     tries the script, on two cores
     python -m benchmarks.verify_mode.h200 --out DIR --merge FILE FILE ...     one result of several runs'
 
-Sides, each a process: `vllm`, untouched; `ours` (replica.py): vLLM through the adapter, driver, sessions and the
-pool of a replica, the verifier's actor in a process of its own in a private Ray cluster. The same files, an
-8B's shape with random weights in bfloat16, or SmolLM2.
+Sides, each a process: `vllm`, untouched; `ours` (replica.py): vLLM through the adapter, driver, sessions
+and the pool of a replica, the verifier's actor in a process of its own in a private Ray cluster. The same
+files, an 8B's shape with random weights in bfloat16, or SmolLM2.
 
 kept_P, auto_kept_P: output tokens/s of a load of which P percent is deterministic, with mode verify pinned or
 auto, over vLLM's with none; requests enter as others end, and what is counted is a window after a ramp
@@ -89,10 +89,11 @@ class VerifyBench(Bench):
         """Waits until the sides are ready, or given up."""
         args, began = self.args, time.monotonic()
         kv_tokens, verifier = (8192, 8192 if KV[stage][1] else 0) if args.cpu else KV[stage]
+        certificates = str(Path(args.scratch or args.out) / "certificates")
         options = Options(
             args.tokenizer if stage == "smollm2" and not args.cpu else self.model, args.engine, args.cpu,
             args.affinity, 512 if args.cpu else LONGEST[stage], kv_tokens, verifier,
-            batched_tokens=args.batched_tokens, certificates=str(Path(args.scratch or args.out) / "certificates"),
+            batched_tokens=args.batched_tokens, certificates=certificates,
         )  # fmt: skip
         told = self.raw["stages"].setdefault(stage, {"options": asdict(options)})
         print(f"{stage}: about {BOOT_S[stage]:.0f} s to boot {kinds}, {self.left_s:.0f} left", flush=True)
@@ -132,7 +133,7 @@ class VerifyBench(Bench):
     # ---- loads
 
     def warm(self, rows: list[Row]) -> None:
-        """Each side and mode once, under the largest load: kernels are compiled, and auto has seen both ways."""
+        """Each side and mode once, under the largest load: kernels are compiled, and auto has seen both."""
         if not rows:
             return
         largest = max(rows, key=lambda row: row.load.in_flight)
@@ -244,10 +245,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default=NAME)
-    parser.add_argument("--limit-s", type=float, default=560.0, help="of the whole run, boots included")
-    parser.add_argument(
-        "--boot-s", type=float, default=280.0, help="a side that is not ready then is left out"
-    )
+    parser.add_argument("--limit-s", type=float, default=560.0, help="of the whole run")
+    parser.add_argument("--boot-s", type=float, default=280.0, help="who is not ready then is left out")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="in this order")
     parser.add_argument("--rounds", type=int, default=2, help="of each load; steps have five")
     parser.add_argument("--affinity", choices=["vllm", "none"], default="vllm", help="of the verifier")

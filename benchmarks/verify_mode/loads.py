@@ -1,7 +1,8 @@
 """A load that both sides get in the same way, and what is counted of it: pure, without an engine.
 
-Requests enter as others end, so many at a time. The first ones have the rest of an output still to come, as if
-they had been running: so they do not end together, and the window that is measured begins in a steady state.
+Requests enter as others end, so many at a time. The first ones have the rest of an output still to come, as
+if they had been running: so they do not end together, and the window that is measured begins in a steady
+state.
 """
 
 from __future__ import annotations
