@@ -67,7 +67,7 @@ PREDICTED: dict[str, tuple[float, str]] = {
     "kept_50": (0.69, "by the same costs 0.707 and 0.73; windows are computed between vLLM's steps, 2 %"),
     "auto_kept_2": (0.97, "as pinned verify; best effort moves only where that is faster for all"),
     "auto_kept_10": (
-        0.92, "verify 0.92; all decoded canonically, in vLLM's order of attention, 0.92 too: it may do either",
+        0.92, "verify 0.92; all decoded canonically, in vLLM's order of attention, 0.92 too: either way",
     ),
     "auto_kept_50": (
         0.89, "all moved: decoding as at 100 %, less what stays behind on the fast path while KV is promised",
@@ -77,7 +77,7 @@ PREDICTED: dict[str, tuple[float, str]] = {
         "own attention through the actor had 0.94 at 256/256; vLLM's order of attention costs 1.2 times the"
         " time of a third of the step: 0.92 and 0.88",
     ),
-    "auto_kept_100_at_1": (0.93, "0.98 with own attention; unsplit rows of 256 to 512 keys cost 0.2 of 4.9 ms"),
+    "auto_kept_100_at_1": (0.93, "0.98 with own attention; unsplit rows of 256 to 512 keys cost 0.2 ms of 5"),
     "auto_kept_100_at_8": (0.94, "as at 1, but unsplit attention has eight times as many blocks"),
     "auto_kept_100_at_64": (0.93, "0.96 of the time in steps, prompts at 0.9, commits and calls 2 %"),
     "auto_over_pinned": (0.96, "moving takes seconds of a window of five, and costs prompts twice"),

@@ -53,6 +53,7 @@ from benchmarks.verify_mode.cells import (
 from benchmarks.verify_mode.figures import differing, figures_of, rates, steps_figure
 from benchmarks.verify_mode.options import Options
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
+from tests.support import write_model
 
 NAME = "h200-verify-mode"
 CLOSE_S, WARM_S = 40.0, 2.5
@@ -261,6 +262,13 @@ def parsed() -> argparse.Namespace:
     return args
 
 
+def _model(args: argparse.Namespace) -> str:
+    """Its directory; empty where SmolLM2 alone is measured. vLLM for CPUs has no attention for the tiny one."""
+    if args.cpu and args.engine == "vllm":
+        return str(write_model(Path(args.scratch or args.out) / "tiny-64", head_dim=64, positions=4096))
+    return "" if stages(args.cells) == ["smollm2"] and not args.cpu else model_of(args)[0]
+
+
 def main() -> None:
     """Runs the stages in the order of their cells."""
     args = parsed()
@@ -270,8 +278,7 @@ def main() -> None:
     print(f"about {estimate_s(args.cells, args.rounds, args.cpu):.0f} s of {args.limit_s:.0f}", flush=True)
     stop: Callable[..., None] = lambda *_: sys.exit(1)  # noqa: E731 (so that the sides are ended)
     signal.signal(signal.SIGTERM, stop)
-    model = "" if stages(args.cells) == ["smollm2"] and not args.cpu else model_of(args)[0]
-    bench, began = VerifyBench(args, model), time.monotonic()
+    bench, began = VerifyBench(args, _model(args)), time.monotonic()
     try:
         for stage in stages(args.cells):
             bench.stage(stage, [cell for cell in args.cells if stage_of(cell) == stage])
