@@ -15,8 +15,9 @@ deterministic, prompts of 20 to 320 tokens and outputs of 64 to 384. best_effort
 tokens of best effort through the adapter, over vLLM's, of the worst number of sequences and context.
 
 All rows of a stage run once, then once again, for as long as they fit into --limit-s; DIR/NAME.json is
-written after each. Predictions, loads and targets: cells.py. Deterministic answers of the modes in a round
-are compared: equal, or the run has failed. The exit status counts what did not work or was left out.
+written after each, and DIR/STAGE/SIDE.log has what a side said. Predictions, loads and targets: cells.py.
+Deterministic answers of the modes in a round are compared: equal, or the run has failed. The exit status
+counts what did not work or was left out.
 """
 
 from __future__ import annotations
@@ -96,12 +97,14 @@ class VerifyBench(Bench):
             args.affinity, 512 if args.cpu else LONGEST[stage], kv_tokens, verifier,
             batched_tokens=args.batched_tokens, certificates=certificates,
         )  # fmt: skip
+        logs = args.out / stage
+        logs.mkdir(exist_ok=True)
         told = self.raw["stages"].setdefault(stage, {"options": asdict(options)})
         print(f"{stage}: about {BOOT_S[stage]:.0f} s to boot {kinds}, {self.left_s:.0f} left", flush=True)
         for kind in kinds:
             words = [kind, json.dumps(asdict(options))]
             environment = _environment(kind, options)
-            self.sides[kind] = Process(kind, "benchmarks.verify_mode.side", words, environment, args.out)
+            self.sides[kind] = Process(kind, "benchmarks.verify_mode.side", words, environment, logs)
         end = min(began + args.boot_s, self.deadline - SPARE_S)
         for kind in kinds:
             try:
@@ -186,10 +189,13 @@ class VerifyBench(Bench):
         mode = {} if kind == "vllm" else {"mode": lane}
         limit_s = min(60.0 + 3 * row.load.seconds, max(1.0, self.left_s - 1))
         try:
-            return self.sides[kind].ask(limit_s, do="flow", load=asdict(row.load), seed=seed, **mode)
+            found = self.sides[kind].ask(limit_s, do="flow", load=asdict(row.load), seed=seed, **mode)
         except Dead as error:
             self.drop(kind, f"{row.name} {lane}: {error}")
             return None
+        if "failed" in found or not found.get("quiet", True):
+            self.note(f"{row.name} {lane}: {found.get('failed', 'something of it went on afterwards')}")
+        return None if "failed" in found else found
 
     def compare(self, name: str, answers: dict[str, dict[str, Any]]) -> None:
         """What is deterministic is equal in all modes."""
@@ -263,7 +269,7 @@ def parsed() -> argparse.Namespace:
 
 
 def _model(args: argparse.Namespace) -> str:
-    """Its directory; empty where SmolLM2 alone is measured. vLLM for CPUs has no attention for the tiny one."""
+    """Its directory; empty for SmolLM2 alone. vLLM for CPUs has no attention for the usual tiny one."""
     if args.cpu and args.engine == "vllm":
         return str(write_model(Path(args.scratch or args.out) / "tiny-64", head_dim=64, positions=4096))
     return "" if stages(args.cells) == ["smollm2"] and not args.cpu else model_of(args)[0]

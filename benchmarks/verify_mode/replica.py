@@ -12,10 +12,13 @@ import asyncio
 import hashlib
 import threading
 import time
+import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from ray._private.async_compat import get_new_event_loop  # uvloop, as in an actor
 
 from benchmarks.direct.actor import start_ray
 from benchmarks.direct.side import Side
@@ -30,7 +33,7 @@ from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.verifier_pool import VerifierPool
 
 MODES = ("verify", "direct", "auto")
-READY_S, SETTLED_S = 400.0, 20.0
+READY_S, SETTLED_S = 400.0, 10.0
 COUNTERS = (
     "steps", "rows", "padding_rows", "windows", "decoded", "cached_rows", "preemptions", "step_s", "queue_s",
 )  # fmt: skip
@@ -78,7 +81,7 @@ class Replica:
 
     def __init__(self, options: Options) -> None:
         began, verified = time.monotonic(), options.verifier_kv_tokens > 0
-        self.loop, self.count, self.pool = asyncio.new_event_loop(), 0, None
+        self.loop, self.count, self.pool = get_new_event_loop(), 0, None
         threading.Thread(target=self.loop.run_forever, name="replica", daemon=True).start()
         settings = settings_of(options, "auto")
         tokenizer = load_tokenizer(settings.model)
@@ -135,8 +138,7 @@ class Replica:
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
-        await self._quiet()
-        return found
+        return found | {"quiet": await self._quiet()}
 
     async def _client(self, generator: Generator, source: Iterator[Wanted], seen: Seen, salt: str) -> None:
         """One request after the other. The salt: another mode's run of the same prompts finds none of them in
@@ -163,16 +165,17 @@ class Replica:
         found: dict[str, Any] = await self.pool.ready[0].handle.stats.remote()
         return found
 
-    async def _quiet(self) -> None:
-        """Until nothing is left of a run."""
+    async def _quiet(self) -> bool:
+        """Waits until nothing is left of a run; False where that takes too long."""
         assert self.pool is not None
-        async with asyncio.timeout(SETTLED_S):
-            while True:
-                load, stats = self.engine.load(), await self._stats()
-                busy = load.running + load.waiting + self.pool.followed
-                if not busy + stats["direct"] + stats["active"] + stats["waiting"]:
-                    return
-                await asyncio.sleep(0.02)
+        end = time.monotonic() + SETTLED_S
+        while time.monotonic() < end:
+            load, stats = self.engine.load(), await self._stats()
+            busy = load.running + load.waiting + self.pool.followed
+            if not busy + stats["direct"] + stats["active"] + stats["waiting"]:
+                return True
+            await asyncio.sleep(0.02)
+        return False
 
     def close(self) -> None:
         """Ends the cluster, with the verifier, and the engine."""
@@ -193,8 +196,12 @@ class OurSide(Side):
         self.ready |= replica.ready
 
     def flow(self, load: dict[str, Any], mode: str, seed: str) -> dict[str, Any]:
-        """One load in one mode."""
-        found: dict[str, Any] = self.replica.run(self.replica.flow(load_of(load), mode, seed))
+        """One load in one mode. One that fails is no reason to boot again."""
+        try:
+            found: dict[str, Any] = self.replica.run(self.replica.flow(load_of(load), mode, seed))
+        except Exception as error:
+            traceback.print_exc()
+            return {"failed": repr(error)[:1000]}
         return found
 
     def close(self) -> dict[str, Any]:
