@@ -53,7 +53,8 @@ class Wanted:
 
 def load_of(order: dict[str, Any]) -> Load:
     """A load as it came through JSON."""
-    return Load(**{k: tuple(v) if isinstance(v, list) else v for k, v in order.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in order.items()}
+    return Load(**values)
 
 
 def wanted(load: Load, seed: str, vocab: int) -> Iterator[Wanted]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,22 +27,24 @@ class Flows(Side):
 
     engine: Counted
 
-    def __init__(self, make: Callable[[], Counted]) -> None:
+    def __init__(self, make: Callable[[], Counted], facts: dict[str, Any]) -> None:
         super().__init__(make)
+        self.ready |= facts
 
     def flow(self, load: dict[str, Any], seed: str) -> dict[str, Any]:
         """Tokens per second within the load's window."""
         what, engine = load_of(load), self.engine
         source, meter = wanted(what, seed, engine.vocab), Meter(what)
-        free = what.in_flight
+        free, spent = what.in_flight, time.process_time()
         while not meter.over:
             for _ in range(free):
                 one = next(source)
                 engine.add(Asked(list(one.prompt), one.tokens), {}, one.number + 1, True)
             free = engine.ended()
             meter.add(engine.new_tokens())
+        spent = time.process_time() - spent
         engine.abandon()
-        return meter.found()
+        return meter.found() | {"client_cpu": spent / what.seconds}
 
     def close(self) -> dict[str, Any]:
         """Nothing outlives the process."""
@@ -52,14 +55,12 @@ def _beside(options: Options) -> Flows:
     """The side that ours is compared with."""
     if options.engine == "vllm":
         untouched = Untouched(options)
-        side = Flows(lambda: untouched)
-        side.ready["facts"] = facts_of(untouched.engine.vllm_config)
-        return side
+        return Flows(lambda: untouched, facts_of(untouched.engine.vllm_config))
     from llm42.engine.build import build_engine
 
     settings = settings_of(options, "verify")
     engine = build_engine(settings)
-    return Flows(lambda: Adapted(engine, engine.model.config.vocab_size))  # type: ignore[attr-defined]
+    return Flows(lambda: Adapted(engine, engine.model.config.vocab_size), {})  # type: ignore[attr-defined]
 
 
 def _ours(options: Options) -> Side:
