@@ -46,10 +46,6 @@ class Flows(Side):
         engine.abandon()
         return meter.found() | {"client_cpu": spent / what.seconds}
 
-    def close(self) -> dict[str, Any]:
-        """Nothing outlives the process."""
-        return {"closed": True}
-
 
 def _beside(options: Options) -> Flows:
     """The side that ours is compared with."""
