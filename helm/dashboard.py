@@ -140,7 +140,8 @@ DETERMINISM = (
 LATENCY = (
     latency("Time to first token", "From arrival; to the first committed token when deterministic.",
             "first_token_seconds"),
-    latency("Gap between pieces of output", "Between two commits when deterministic.", "commit_gap_seconds"),
+    latency("Gap between pieces of output", "Of streams; between two commits when deterministic.",
+            "commit_gap_seconds"),
     latency("Whole request", "Requests that finished, whatever their length.", "request_seconds"),
     Panel("Verify calls", "From a window's sending to its commit, and its wait in the verifier.", "s",
           ((quantile(0.5, "verify_seconds", "model"), "round trip p50"),

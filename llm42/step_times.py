@@ -94,27 +94,35 @@ class Worked:
 
 
 class Neighbour:
-    """For how many seconds another process has computed so far, which tells it now and then. Written by one
-    thread, read by any."""
+    """For how many seconds another process has computed since it was first heard; it tells that now and then.
+    Written by one thread, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._last = 0.0, -math.inf, 0.0
-        """What was told, when, and for which part of the time before that it had computed."""
+        self._last: tuple[float, float, float, float] | None = None
+        """What was told, when, for which part of the time before that it had computed, and what is counted
+        of it: not what was computed before it was first heard."""
 
     def tell(self, seconds: float) -> None:
         """It has computed for so long. What comes soon after another is not needed."""
-        before, at, _ = self._last
         now = self._clock()
-        if now - at >= TELL_S or seconds < before:
-            share = min(1.0, max(0.0, (seconds - before) / (now - at)))
-            self._last = seconds, now, share
+        if self._last is None:
+            self._last = seconds, now, 0.0, 0.0
+            return
+        before, at, _, counted = self._last
+        if seconds < before:  # it has started anew
+            self._last = seconds, now, 0.0, counted
+        elif now - at >= TELL_S:
+            share = min(1.0, (seconds - before) / (now - at))
+            self._last = seconds, now, share, counted + seconds - before
 
     @property
     def seconds(self) -> float:
         """As if it had gone on like that, for a while."""
-        told, at, share = self._last
-        return told + share * min(self._clock() - at, SILENT_S)
+        if self._last is None:
+            return 0.0
+        _, at, share, counted = self._last
+        return counted + share * min(self._clock() - at, SILENT_S)
 
 
 class StepTimes:
@@ -254,6 +262,8 @@ class VerifierLoad:
     """How long windows have waited of late."""
     share: float = 1.0
     """Of the replica's requests, the part that is its."""
+    replicas: int = 1
+    """Those that ask it. Each sees the same room, and promises no more than its part of it."""
 
     @property
     def is_measured(self) -> bool:

@@ -103,6 +103,8 @@ class Down:
     """How long windows have waited of late."""
     worked_s: float = 0.0
     """For how many seconds it has computed so far."""
+    replicas: int = 1
+    """Those that have called of late, this one too."""
 
 
 def pack(commits: Sequence[Commit]) -> Packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -161,7 +162,8 @@ class Errors:
         where = [str(part) for part in first["loc"] if part != "body"]
         param = where[0] if where else (first.get("ctx") or {}).get("param")
         message = first["msg"].removeprefix("Value error, ")
-        text = f"{param}: {message}" if param else message
+        place = _place(first["loc"]) or param
+        text = f"{place}: {message}" if place else message
         return self.respond(400, error_object(text, 400, param, "invalid_value"))
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
@@ -183,6 +185,15 @@ class Errors:
         return self.from_exception(error)
 
 
+def _place(loc: Sequence[int | str]) -> str:
+    """Where in the body, as `messages[1].content[0].type`. The names of a union's types, which pydantic puts
+    between, are no fields."""
+    parts = [part for part in loc if isinstance(part, int) or _FIELD.fullmatch(part)]
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "body")
+    return "".join(steps).removeprefix(".")
+
+
+_FIELD = re.compile(r"(?!(str|int|float|bool|dict|list|none|literal)$)[a-z][a-z0-9_]*")
 _NO_OBJECT = frozenset({"missing", "model_attributes_type", "model_type", "dict_type"})
 """What pydantic says of a body that is no JSON object."""
 

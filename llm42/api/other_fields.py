@@ -8,6 +8,7 @@ of vLLM, SGLang, llama.cpp, OpenRouter and others send many fields with their de
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 HARMLESS = frozenset(
@@ -74,6 +75,8 @@ _NAMES = {
     "return_tokens_as_token_ids": "return_token_ids", "return_tokens": "return_token_ids",
 }  # fmt: skip
 """The field that comes nearest to one of another server."""
+ALIKE = 0.85
+"""How alike (difflib's ratio) a field's name must be to one that is taken for it, misspelt."""
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -84,10 +87,12 @@ def is_neutral(name: str, value: Any) -> bool:
     return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in NEUTRAL.get(name, ()))
 
 
-def refusal(extra: Mapping[str, Any], elsewhere: Collection[str] = ()) -> tuple[str, str] | None:
+def refusal(
+    extra: Mapping[str, Any], elsewhere: Collection[str] = (), fields: Collection[str] = ()
+) -> tuple[str, str] | None:
     """(field, message) of the first of these fields that may not be ignored; None: all may.
 
-    elsewhere: fields that another route takes.
+    elsewhere: fields that another route takes; fields: those of this route.
     """
     for name, value in extra.items():
         if is_neutral(name, value):
@@ -100,6 +105,7 @@ def refusal(extra: Mapping[str, Any], elsewhere: Collection[str] = ()) -> tuple[
             if known
             else f"Unknown field '{name}'. It might"
         )
-        nearest = f" The nearest field here is '{_NAMES[name]}'." if name in _NAMES else ""
+        near = [_NAMES[name]] if name in _NAMES else get_close_matches(name, fields, 1, ALIKE)
+        nearest = f" The nearest field here is '{near[0]}'." if near else ""
         return name, f"{said} change the output, so it is not ignored.{nearest}"
     return None

@@ -133,7 +133,8 @@ class GenerationBody(BaseModel):
         extra = dict(self.model_extra or {})
         if "best_of" in extra and extra["best_of"] == (self.n or 1) and type(extra["best_of"]) is int:
             del extra["best_of"]
-        return refusal(extra, elsewhere=_all_fields() - set(type(self).model_fields))
+        fields = set(type(self).model_fields)
+        return refusal(extra, elsewhere=_all_fields() - fields, fields=fields)
 
 
 class CompletionBody(GenerationBody):
@@ -210,7 +211,7 @@ class TokenizeBody(Part, TemplateOptions):
     @model_validator(mode="after")
     def _nothing_dropped(self) -> TokenizeBody:
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _all_fields()}
-        if (found := refusal(extra)) is not None:
+        if (found := refusal(extra, fields=type(self).model_fields)) is not None:
             raise about(*found)
         return self
 
@@ -225,7 +226,7 @@ class DetokenizeBody(Part):
 
     @model_validator(mode="after")
     def _nothing_dropped(self) -> DetokenizeBody:
-        if (found := refusal(self.model_extra or {})) is not None:
+        if (found := refusal(self.model_extra or {}, fields=type(self).model_fields)) is not None:
             raise about(*found)
         return self
 

@@ -34,7 +34,8 @@ def run_serve(settings: Settings, host: str | None, port: int | None, metrics_po
             problem = _certification_problem(service)
             steps.done()
             _announce(service.url, settings, problem)
-            out.print(f"\nMetrics; live: {sys.argv[0]} top {service.metrics_url}", soft_wrap=True)
+            command = "python -m llm42" if sys.argv[0].endswith("__main__.py") else sys.argv[0]
+            out.print(f"\nMetrics; live: {command} top {service.metrics_url}", soft_wrap=True)
             until_interrupted()
             err.print("Stopping ...")
     except KeyboardInterrupt:

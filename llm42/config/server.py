@@ -83,5 +83,6 @@ class ServerSettings(Section):
     max_verifiers: NonNegativeInt = 0
     """Above verifiers: the supervisor adds verifiers by their places, KV, step time and queue time."""
     stream_interval_s: NonNegativeFloat = 0.05
-    """Best-effort tokens are sent at most this often (seconds), less often with many streams or where the
-    client waits for the whole (0: each at once); verified ones as they are committed."""
+    """Best-effort tokens are sent at most this often (seconds), less often with many streams (0: each at
+    once); those of a deterministic stream as they are committed. Where the client waits for the whole, every
+    five seconds, unless this is 0."""

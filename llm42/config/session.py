@@ -20,7 +20,8 @@ class SessionSettings(Section):
     canonical."""
     credit: PositiveInt = 64
     """How many tokens the verifier may decode by itself before the replica must have said that somebody still
-    reads them; said anew when half of them are used."""
+    reads them; said anew when half of them are used. With fewer than about 2 (commit_interval_s + 0.02) /
+    (seconds of a step) a stream waits for its credit."""
     commit_interval_s: PositiveFloat = 0.05
     """The longest that a token which the verifier decoded by itself waits there for others (seconds). A
     request's first one and its last never wait, nor does what answers candidates."""

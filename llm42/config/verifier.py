@@ -54,7 +54,7 @@ class VerifierSettings(Section):
     target_load: PositiveShare = 0.9
     """Share of a verifier's places (requests that it decodes by itself, against the rows of its largest step)
     and of its KV that may be in use. Beyond it new requests go to others; where it is so with all, replicas
-    admit nobody else who needs one (but one at a time each), and verifiers are added."""
+    let fewer and fewer run who need one (but one each), and verifiers are added."""
     target_step_s: PositiveFloat = Field(5.0, json_schema_extra=or_null)
     """Seconds that a verifier's steps may take on average in which several requests are decoded: each gets a
     token per step. Beyond it, as with target_load, unless less than a quarter of the places and of the KV is

@@ -42,6 +42,8 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/local/affinity*.py": _COMPARES,
     "llm42/local/demo*.py": _COMPARES,
     "llm42/session/policy.py": _CHOOSES,
+    "llm42/session/promises.py": _CHOOSES,
+    "llm42/session/standing.py": _CHOOSES,
     "llm42/session/ways.py": _CHOOSES,
     "llm42/api/audit_*.py": _COMPARES,
     "llm42/api/docs_page.py": "a page for people",

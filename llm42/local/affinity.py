@@ -16,7 +16,7 @@ from llm42.config import Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VerificationFailed
 from llm42.local.affinity_trace import OperatorDifference, first_difference
-from llm42.local.assembly import Local, Output, Progress, output_of, require_fast_path
+from llm42.local.assembly import Local, Output, Progress, output_of, require_fast_path, verified
 from llm42.local.demo import PROMPTS
 from llm42.protocol import Failure, Request, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer
@@ -143,6 +143,7 @@ def measure_affinity(
     """Runs the configured fast path under load, compares its outputs with the verifier's, and operators where
     this process can see them. Raises LLM42Error."""
     require_fast_path(settings)
+    settings = verified(settings)  # or a verifier might be compared with itself
     with Local(settings, progress=progress) as local:
         prompts = chat_prompts(local.tokenizer, requests)
         progress("Generating")

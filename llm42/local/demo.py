@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.local.assembly import Local, Output, output_of, require_fast_path
+from llm42.local.assembly import Local, Output, output_of, require_fast_path, verified
 from llm42.local.demo_products import batch_dependent
 from llm42.protocol import Request, SamplingParams
 from llm42.verifier.certify.certificate import Certificate
@@ -198,8 +198,7 @@ def run_demo(
     verify, so that there are windows and rollbacks to be seen. Raises LLM42Error."""
 
     require_fast_path(settings)
-    verified = settings.session.model_copy(update={"mode": "verify"})
-    settings = settings.model_copy(update={"session": verified})
+    settings = verified(settings)
 
     def products(certificate: Certificate) -> Operators | None:
         return batch_dependent(cpu_operators()) if _needs_stand_in(settings, certificate) else None

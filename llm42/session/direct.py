@@ -50,7 +50,7 @@ class DirectDrive(Drive):
         self.came_at = time.monotonic()
         """When the first try began or, if later, when the last new token came."""
         self.begun = False
-        """A token has come."""
+        """A token of this try has come."""
         self.span: Span | None = None
         """Of the window, until its first commit."""
 
@@ -91,6 +91,7 @@ class DirectDrive(Drive):
         """Begins a try. What older ones still commit is welcome, what they fail at is not heard."""
         self._answered(accepted=-1)
         self.attempt += 1
+        self.begun = False  # its prompt may have to be computed once more, with all others'
         self.waits_since = time.monotonic()
         self.span = self.owner.tracer.start("window", self.request.trace, candidates=len(window.candidates))
         attempt = self.attempt

@@ -85,9 +85,13 @@ class Generator:
                 yield await run.prompt_alone()
                 return
             run.begin()
+            output = 0
             while not run.done:
                 if (delta := await run.advance()) is not None:
+                    self.ways.came(request, output, len(delta.token_ids))
+                    output += len(delta.token_ids)
                     yield delta
+            self.ways.ended_best_effort(request, output)
 
     @contextmanager
     def _passing(self, request: Request, text: OutputText) -> Iterator[BestEffort]:
@@ -98,7 +102,8 @@ class Generator:
             run.close()
 
     def pause_s(self, request: Request) -> float:
-        """How long a best-effort request's tokens may wait for each other; its first and last never do."""
+        """How long tokens may wait for each other, of best effort and of whole replies; the first and last
+        never do."""
         interval_s = self.settings.server.stream_interval_s
         if not interval_s:
             return 0.0
@@ -131,8 +136,11 @@ class Generator:
                 yield await run.score_prompt()
             if request.max_tokens:
                 run.begin()
+                output = 0
                 while not run.done:
                     if (delta := await run.advance()) is not None:
+                        self.ways.came(request, output, len(delta.token_ids))
+                        output += len(delta.token_ids)
                         yield delta
 
     @contextmanager

@@ -78,6 +78,12 @@ class Load:
     """The way that is cheaper for all; None: too little is known (`planned`)."""
     promised: float = 0.0
     """KV, in tokens, that those of the replica who go direct have not taken yet."""
+    coming: int = 0
+    """Those of them who are in no count of the verifier's yet."""
+    prompts: float = 0.0
+    """Tokens of prompts per token of output, of best effort."""
+    kv_each: float = 0.0
+    """KV, in tokens, that a typical best-effort request comes to hold."""
 
     @property
     def is_known(self) -> bool:
@@ -153,13 +159,20 @@ def choose(request: Progress, load: Load) -> Way:
 def planned(typical: Progress, load: Load) -> Way | None:
     """The plan of a replica whose requests are like this one, by the present one, which stands unless another
     is cheaper by a margin. None: too little is known."""
-    if not load.is_known or not load.deterministic:
+    cost = costs(typical, load)
+    if not cost:
         return load.plan if load.is_known else None
-    cost = {way: typical.left * round_s(typical, load, way) + prompts_s(typical, load, way) for way in WAYS}
     if load.plan is None:
         return "direct" if cost["direct"] <= cost["verify"] else "verify"
     other: Way = "verify" if load.plan == "direct" else "direct"
     return other if cost[other] < (1.0 - MARGIN) * cost[load.plan] else load.plan
+
+
+def costs(typical: Progress, load: Load) -> dict[Way, float]:
+    """Seconds until a typical request ends if all take that way; empty: nothing is known, or nobody asks."""
+    if not load.is_known or not load.deterministic:
+        return {}
+    return {way: typical.left * round_s(typical, load, way) + prompts_s(typical, load, way) for way in WAYS}
 
 
 def moves(typical: Progress, load: Load) -> bool:
@@ -169,6 +182,8 @@ def moves(typical: Progress, load: Load) -> bool:
     if not load.is_known or not load.deterministic or not load.movable:
         return False
     assert load.verifier is not None
+    if not has_room_for_all(typical, load):
+        return False
     known = load.verifier.decode_steps.times
     measured = bool(known) and 2 * known[-1][0] >= load.verifier.others + load.joined
     margin = 0.0 if load.moves else MOVE_MARGIN if measured else TRY_MARGIN
@@ -177,19 +192,39 @@ def moves(typical: Progress, load: Load) -> bool:
     return moved_s < stays_s * (1.0 - margin)
 
 
+def has_room_for_all(typical: Progress, load: Load) -> bool:
+    """Whether a verifier has places and KV for all that would be decoded there, deterministic ones as long as
+    this one. If half of best effort stayed, the device would have two half batches."""
+    verifier = load.verifier
+    assert verifier is not None
+    full = STAYS if load.moves else COMES
+    kv = load.movable * verifier.share * load.kv_each + load.here * kv_needed(typical)
+    if verifier.kv_tokens and kv > full * verifier.kv_tokens:
+        return False
+    return not verifier.places or verifier.others + load.joined <= full * verifier.places
+
+
 def choose_best_effort(request: Progress, load: Load) -> Way:
     """For a best-effort request: direct, if a verifier is to decode it; verify: the fast path keeps it, or
     gets it back."""
     full = STAYS if request.way == "direct" else COMES
-    if not load.is_known or not load.moves or not has_room(request, load, full, (1.0 - full)):
+    if not load.is_known or not load.moves or not load.deterministic:
         return "verify"
-    if request.way != "verify":
+    if not has_room(request, load, full, (1.0 - full)):
+        return "verify"
+    if request.way == "direct":
         return "direct"
     assert load.verifier is not None
+    prompt_s = request.length * load.verifier.prompt_row_s
+    if request.way is None and prompt_s > WAIT_DEADLINES * request.deadline_s / 4:
+        return "verify"
     stays_s = min(round_s(request, replace(load, moves=False), way) for way in WAYS)
     gains_s = stays_s - round_s(request, load, "direct")
-    rows = load.movable * load.verifier.share * request.length
-    return "direct" if request.left * gains_s > rows * load.verifier.prompt_row_s else "verify"
+    if request.way is None:  # its prompt is to be computed in either way
+        lost_s = prompt_s - request.length * load.prompt_row_s
+    else:
+        lost_s = load.movable * load.verifier.share * prompt_s
+    return "direct" if request.left * gains_s > lost_s else "verify"
 
 
 def round_s(request: Progress, load: Load, way: Way) -> float:
@@ -207,15 +242,24 @@ def rates_beside(load: Load) -> tuple[float, float]:
     moved = load.movable if load.moves else 0
     rest, joined = load.best_effort - moved, load.deterministic + moved
     halves = 2.0 if rest > 0 and load.one_device else 1.0
-    fast = rest / (halves * load.fast.at(rest)) if rest > 0 else 0.0
-    return fast, joined / (halves * verifier.decode.at(verifier.others + joined * verifier.share))
+    fast = rest / (halves * (load.fast.at(rest) + best_effort_prompts_s(load, rest))) if rest > 0 else 0.0
+    rows_s = moved * verifier.share * load.prompts * verifier.prompt_row_s
+    step_s = verifier.decode.at(verifier.others + joined * verifier.share) + rows_s
+    return fast, joined / (halves * step_s)
+
+
+def best_effort_prompts_s(load: Load, count: float) -> float:
+    """Seconds that the prompts of so many best-effort requests take of a round on the fast path: others come
+    as these end."""
+    return count * load.prompts * load.prompt_row_s if load.prompts else 0.0
 
 
 def _verified_round_s(request: Progress, load: Load) -> float:
     verifier = load.verifier
     assert verifier is not None
     halves = 2.0 if verifier.others and load.one_device else 1.0
-    fast = halves * load.fast.at(load.best_effort + load.deterministic * (1.0 + request.wasted))
+    step_s = load.fast.at(load.best_effort + load.deterministic * (1.0 + request.wasted))
+    fast = halves * (step_s + best_effort_prompts_s(load, load.best_effort))
     rows = 1 + max(1.0, min(request.window, request.deadline_s / fast))
     alone_s = verifier.windows.at(rows)
     at_once = min(load.here, max(1.0, load.here * alone_s / (rows * fast)))
@@ -250,10 +294,13 @@ def has_room(request: Progress, load: Load, full: float = FULL, spare: float = 0
     decoded there cannot be set aside between its windows. full: of the places; spare: of the KV."""
     verifier = load.verifier
     assert verifier is not None
-    if verifier.places and verifier.direct >= full * verifier.places:
+    comes = request.way != "direct"
+    coming = load.coming * verifier.share * verifier.replicas if comes else 0.0
+    if verifier.places and verifier.direct + coming >= full * verifier.places:
         return False
-    needed = request.left if request.way == "direct" else kv_needed(request)
-    return verifier.kv_free - load.promised * verifier.share - spare * verifier.kv_tokens >= needed
+    needed = kv_needed(request) if comes else request.left
+    promised = load.promised * verifier.share * (verifier.replicas if comes else 1)
+    return verifier.kv_free - promised - spare * verifier.kv_tokens >= needed
 
 
 def patience_s(request: Progress, load: Load, deadline_s: float, begun: bool) -> float:

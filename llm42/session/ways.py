@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from llm42.config import Settings
@@ -26,6 +26,7 @@ from llm42.session.policy import (
     Way,
     choose,
     choose_best_effort,
+    costs,
     kv_needed,
     moves,
     patience_s,
@@ -33,6 +34,8 @@ from llm42.session.policy import (
     rates,
     settled_window,
 )
+from llm42.session.promises import Promises
+from llm42.session.standing import Done, Standing
 
 log = logging.getLogger(__name__)
 Decide = Callable[[Progress, Load], Way]
@@ -70,44 +73,6 @@ class Acceptance:
         return (self.committed + ahead) / self.rollbacks if self.rollbacks else math.inf
 
 
-@dataclass(slots=True)
-class _Promised:
-    """What one request that goes direct still takes of its verifier's KV, in tokens."""
-
-    at_first: int
-    later: int
-
-
-@dataclass(slots=True)
-class Promises:
-    """KV of verifiers that requests of this replica have not taken yet: all of them see the same figures of
-    it, which are of a moment ago."""
-
-    total: int = 0
-    _of: dict[str, _Promised] = field(default_factory=dict)
-
-    def of(self, request_id: str) -> int:
-        """The request's own."""
-        return self._of[request_id].at_first if request_id in self._of else 0
-
-    def give(self, request_id: str, at_first: int, later: int) -> None:
-        """later: what it still takes once its verifier has admitted it."""
-        self.end(request_id)
-        self._of[request_id] = _Promised(at_first, later)
-        self.total += at_first
-
-    def admitted(self, request_id: str) -> None:
-        """The verifier holds what it had."""
-        if (promised := self._of.get(request_id)) is not None:
-            self.total += promised.later - promised.at_first
-            promised.at_first = promised.later
-
-    def end(self, request_id: str) -> None:
-        """It takes no more."""
-        if (promised := self._of.pop(request_id, None)) is not None:
-            self.total -= promised.at_first
-
-
 class Ways:
     """One per generator; belongs to its event loop."""
 
@@ -128,11 +93,14 @@ class Ways:
         """Ids of those in progress that a verifier decides on."""
         self.acceptance, self.promises = Acceptance(), Promises()
         self._ids: set[str] = set()
+        self.done, self._standing = Done(), Standing()
         self._moves, self._plan = False, cast("Way | None", None)
         """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
         self._planned_at = 0.0
         self._prompt, self._output = 0.0, float(LEAST_LEFT)
         """Of a typical deterministic request, in tokens."""
+        self._prompts = self._kv_each = 0.0
+        """Of best effort: tokens of prompts per token of output, and of KV."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -162,9 +130,11 @@ class Ways:
             self.deterministic.add(name)
         self.best_effort += not verified
         self.movable += moves
+        self.done.begin(verified)
         try:
             yield
         finally:
+            self.done.ended += 1
             self._ids.discard(name)
             self.deterministic.discard(name)
             self.promises.end(name)
@@ -215,6 +185,16 @@ class Ways:
         self._prompt += LEARN * (prompt - self._prompt) if self._prompt else prompt
         self._output += LEARN * (output - self._output)
 
+    def came(self, request: Request, output: int, tokens: int) -> None:
+        """So many tokens of a request behind so many."""
+        self.done.came(tokens, 0 if output else len(request.prompt))
+
+    def ended_best_effort(self, request: Request, output: int) -> None:
+        """Learns from a best-effort request that is over. output: its tokens."""
+        prompts, kv = len(request.prompt) / max(1, output), len(request.prompt) + output
+        self._prompts += LEARN * (prompts - self._prompts) if self._kv_each else prompts
+        self._kv_each += LEARN * (kv - self._kv_each) if self._kv_each else kv
+
     def patience_s(self, session: Session, begun: bool, verifier: VerifierClient) -> float:
         """How long one that is decoded directly may wait for its next token. begun: it has had one there."""
         progress, deadline_s = self.progress(session, "direct", 0), self._settings.commit_deadline_s
@@ -239,12 +219,19 @@ class Ways:
             self._one_device,
             self._plan,
             promised,
+            self.promises.coming,
+            self._prompts,
+            self._kv_each,
         )
         if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
             return load
         self._planned_at, typical = time.monotonic(), self._typical()
-        self._moves = moves(typical, load)
-        self._plan = planned(typical, replace(load, moves=self._moves))
+        if not self._standing.tries:
+            self._moves = moves(typical, load)
+        load = replace(load, moves=self._moves)
+        count = self.best_effort + len(self.deterministic)
+        found = planned(typical, load)
+        self._plan = self._standing.next(self._planned_at, count, self.done, costs(typical, load), found)
         return replace(load, moves=self._moves, plan=self._plan)
 
     def progress(self, session: Session, way: Way | None, held: int) -> Progress:
@@ -282,10 +269,13 @@ class Ways:
 
 def may_move(request: Request) -> bool:
     """Whether a verifier decodes a best-effort request as well as an engine does. Not one with a schema, or
-    with a seed, whose noise is the engine's, nor one that wants what comes with the prompt."""
-    drawn = request.seeded and request.sampling.temperature > 0.0
+    with a seed, whose noise is the engine's, nor one that wants what comes with the prompt. Nor one whose
+    output counts for its penalties: to an engine that it goes back to, what it has of it may be prompt."""
+    sampling = request.sampling
+    drawn = request.seeded and sampling.temperature > 0.0
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
     with_prompt = request.prompt_logprobs is not None or not request.max_tokens
-    return not (drawn or with_prompt or request.json_schema is not None)
+    return not (drawn or penalised or with_prompt or request.json_schema is not None)
 
 
 def shares_device(settings: Settings) -> bool:

@@ -161,7 +161,7 @@ FIRST_TOKEN = _define(
 )  # fmt: skip
 COMMIT_GAP = _define(
     _I, _H, "commit_gap_seconds", "seconds",
-    "Time between two pieces of output; between two commits when deterministic", MODE, buckets=_LATENCY,
+    "Time between two pieces of a stream; between two commits when deterministic", MODE, buckets=_LATENCY,
 )  # fmt: skip
 REQUEST_SECONDS = _define(
     _I, _H, "request_seconds", "seconds", "Arrival to end of requests that finished", MODE, buckets=_LATENCY

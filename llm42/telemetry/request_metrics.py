@@ -76,8 +76,8 @@ class Observed:
     def _note(self, delta: Delta) -> None:
         if delta.token_ids:
             now = time.monotonic()
-            # the gaps of a whole best-effort reply are of our making, and nobody sees them
-            if not self._tokens or self.request.stream or self.request.deterministic:
+            # the gaps of a whole reply are of our making, and nobody sees them
+            if not self._tokens or self.request.stream:
                 metric = m.COMMIT_GAP if self._tokens else m.FIRST_TOKEN
                 self._metrics.observe(metric, now - self._last, mode=self._mode)
             self._last, self._tokens = now, self._tokens + len(delta.token_ids)

@@ -49,9 +49,12 @@ def with_server(tree: dict[str, Any], **server: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def application(service: Service, name: str, tree: dict[str, Any]) -> AsyncIterator[App]:
-    """An application under a route of its own, ready for deterministic requests; deleted afterwards."""
-    app = App(service, name, Settings.load(tree))
+async def application(
+    service: Service, name: str, tree: dict[str, Any], **made_by: Any
+) -> AsyncIterator[App]:
+    """An application under a route of its own, ready for deterministic requests; deleted afterwards.
+    made_by: App's `build`."""
+    app = App(service, name, Settings.load(tree), **made_by)
     await app.deploy()
     try:
         yield app

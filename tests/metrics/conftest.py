@@ -105,8 +105,9 @@ async def _first(urls: dict[str, str], model: str) -> None:
     async with httpx.AsyncClient(timeout=300) as http:
         for url in urls.values():
             await _deterministic(http, url, model, 999, TRACE[::-1])
-            plain = {"model": model, "prompt": "Once", "max_tokens": 24}
-            (await http.post(f"{url}/v1/completions", json=plain)).raise_for_status()
+            for stream in (False, True):  # a whole reply has no gaps
+                plain = {"model": model, "prompt": "Once", "max_tokens": 24, "stream": stream}
+                (await http.post(f"{url}/v1/completions", json=plain)).raise_for_status()
 
 
 async def _mixed(urls: dict[str, str], model: str) -> dict[str, list[Any]]:
@@ -117,7 +118,11 @@ async def _mixed(urls: dict[str, str], model: str) -> dict[str, list[Any]]:
             name: [_deterministic(http, url, model, i) for i in range(REQUESTS[name])]
             for name, url in urls.items()
         }
-        others = [http.post(f"{url}/v1/completions", json=plain) for url in urls.values() for _ in range(3)]
+        others = [
+            http.post(f"{url}/v1/completions", json=plain | {"stream": stream})
+            for url in urls.values()
+            for stream in (False, False, True)
+        ]
         wrong = [
             http.post(f"{url}/v1/completions", json=plain | change)
             for url in urls.values()

@@ -115,6 +115,6 @@ def test_errors_are_counted_by_reason(prometheus: Prometheus, traffic: Traffic) 
         assert prometheus.value(series) == 1
     finished = f'ray_llm42_requests_total{{{where},outcome="finished"}}'
     assert {s.labels["mode"]: s.value for s in prometheus.query(f"sum by (mode) ({finished})")} == {
-        "deterministic": REQUESTS[PLANTED] + 1,  # and one of each kind before
-        "best_effort": 3 + 1,
+        "deterministic": REQUESTS[PLANTED] + 1,  # and one of each kind before, of best effort a stream too
+        "best_effort": 3 + 2,
     }

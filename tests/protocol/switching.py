@@ -8,6 +8,8 @@ from typing import Any
 
 from llm42.protocol import Window
 from llm42.session.driver import Generator
+from llm42.session.machine import Session
+from llm42.session.policy import Way
 from llm42.telemetry import metrics as m
 from tests.support import GREEDY, PENALISED, SAMPLED, Lab, RandomWays, Wrapped
 
@@ -34,6 +36,15 @@ def nothing_left(generator: Generator) -> bool:
 def switching(lab: Lab, seed: int, share: float = 0.5) -> tuple[Lab, RandomWays]:
     ways = RandomWays(seed, share)
     return replace(lab, mode="auto", decide=ways, parts=lab.parts), ways
+
+
+class OneLate(Session):
+    """Goes direct behind a candidate that nobody has verified."""
+
+    def turn(self, way: Way) -> None:
+        if way == "direct" and self.proposed:
+            self.committed.append(self.proposed.pop(0))
+        super().turn(way)
 
 
 class Starves(Wrapped):

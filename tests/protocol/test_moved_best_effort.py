@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llm42.errors import Overloaded, RequestRejected
-from llm42.protocol import Commit, FinishReason, Request, RequestStats, Window
+from llm42.protocol import Commit, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
@@ -19,6 +19,7 @@ from llm42.telemetry import metrics as m
 from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching
 from tests.support import (
     GREEDY,
+    PATIENCE_S,
     SAMPLED,
     Lab,
     RandomWays,
@@ -58,15 +59,17 @@ def test_best_effort_that_moves(lab: Lab, seed: int) -> None:
         assert answer.stats == RequestStats()
     assert 0 < metrics.found[m.MOVED_TOKENS] < 160
     assert nothing_left(generator)
-    assert wait_until(lambda: engine.load().kv_used == 0 and verifier.stats().kv_held_blocks == 0, 5.0)
+    assert wait_until(lambda: engine.load().kv_used == 0 and verifier.stats().kv_held_blocks == 0)
     check_pool(verifier._pool)
     check_blocks(engine)
 
 
 def always_moved(lab: Lab, verifier: Any, **session: Any) -> Generator:
-    """A verifier has all best effort from its beginning."""
+    """A verifier has all best effort from its beginning. Nobody waits in vain for it, unless a test says so:
+    how soon a token comes is the machine's."""
+    session = {"commit_deadline_s": PATIENCE_S} | session
     lab = replace(lab, mode="auto", decide_best_effort=lambda *_: "direct", parts=lab.parts)
-    generator = lab.generator(lab.engine(), verifier, commit_deadline_s=0.02, **session)
+    generator = lab.generator(lab.engine(), verifier, **session)
     generator.metrics = Counts()
     return generator
 
@@ -122,7 +125,7 @@ def test_a_moved_request_does_not_wait(lab: Lab, kind: str) -> None:
                 raise Overloaded("planted")
 
     verifier = Full(lab.verifier().start())
-    generator = always_moved(lab, verifier)
+    generator = always_moved(lab, verifier, commit_deadline_s=0.02)
     assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
     assert verifier.followed >= 3
     assert nothing_left(generator)
@@ -130,7 +133,7 @@ def test_a_moved_request_does_not_wait(lab: Lab, kind: str) -> None:
 
 def test_control_it_would_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moved, "may_turn", False)
-    generator = always_moved(lab, Starves(lab.verifier().start()))
+    generator = always_moved(lab, Starves(lab.verifier().start()), commit_deadline_s=0.02)
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(collect(generator, best_effort(1)[0]), 3.0))
 
@@ -142,11 +145,14 @@ def test_control_it_would_wait(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Non
         {"json_schema": "{}"},
         {"prompt_logprobs": 1},
         {"max_tokens": 0},
+        {"sampling": SamplingParams(presence_penalty=1.5)},
+        {"sampling": SamplingParams(frequency_penalty=-0.5)},
     ],
 )
 def test_what_only_an_engine_does_stays_there(more: dict[str, Any]) -> None:
     plain = Request("r", (1, 2), 9, seeded=False)
     assert may_move(plain) and may_move(replace(plain, seeded=True))
+    assert may_move(replace(plain, sampling=SamplingParams(repetition_penalty=1.2))), "of prompt and output"
     assert not may_move(replace(plain, **more))
 
 

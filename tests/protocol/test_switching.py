@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
 
+from llm42.api.requests import _all_fields
 from llm42.config import SessionSettings
 from llm42.errors import RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
@@ -19,7 +20,7 @@ from llm42.session.machine import Session
 from llm42.session.policy import LEAST_LEFT, Load, Progress, Way
 from tests.protocol.direct_model import commit_of
 from tests.protocol.session_model import END, FastPath, canonical, logprob, oracle, prompt_of, verify
-from tests.protocol.switching import KINDS, nothing_left, switching
+from tests.protocol.switching import KINDS, OneLate, nothing_left, switching
 from tests.support import (
     SAMPLED,
     Lab,
@@ -93,15 +94,6 @@ def play_switching(seed: int, make: Callable[..., Session] = Session) -> list[st
     if shown != want or logprobs != want_logprobs or session.finish != reason:
         return [f"{shown} ({session.finish}) instead of {want} ({reason})"]
     return []
-
-
-class OneLate(Session):
-    """Goes direct behind a candidate that nobody has verified."""
-
-    def turn(self, way: Way) -> None:
-        if way == "direct" and self.proposed:
-            self.committed.append(self.proposed.pop(0))
-        super().turn(way)
 
 
 def test_a_session_that_switches_at_any_commit() -> None:
@@ -241,6 +233,13 @@ def test_what_the_policy_is_told(lab: Lab) -> None:
         assert costs.times and costs.times[0][1] > 0
     assert nothing_left(generator)
     assert generator.ways._output != LEAST_LEFT and generator.ways._prompt == 20, "what is typical"
+
+
+def test_a_client_cannot_choose() -> None:
+    """No field of a body or of a request is about it; which fields there are is what decides on others."""
+    named = {"session", "mode", "session_mode", "way"}
+    assert not named & (_all_fields() | {field.name for field in fields(Request)})
+    assert {"deterministic", "seed"} <= _all_fields(), "the control"
 
 
 @pytest.mark.parametrize("way", ["verify", "direct"])

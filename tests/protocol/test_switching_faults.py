@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +17,11 @@ import pytest
 from llm42.config import SessionSettings
 from llm42.engine.base import SAME_ID, EngineOutput, Sink
 from llm42.engine.torch.engine import TorchEngine
-from llm42.protocol import Request
+from llm42.errors import VerifierUnavailable
+from llm42.protocol import Request, Window
 from llm42.session import drive
 from llm42.session.actions import Emit
+from llm42.session.direct import DirectDrive
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
 from llm42.session.policy import Load, Progress, Way
@@ -25,6 +31,7 @@ from tests.protocol.session_model import oracle, verify
 from tests.protocol.switching import KINDS, Starves, nothing_left, switching
 from tests.support import (
     Lab,
+    Wrapped,
     collect,
     request_of,
     together,
@@ -132,6 +139,69 @@ def test_who_is_not_decoded_goes_back(lab: Lab, first: Way) -> None:
     requests = [request_of(f"w{i}", i, max_tokens=30) for i in range(4)]
     assert lab.wrong(together(generator, requests), requests) == []
     assert 4 <= verifier.followed <= 8
+    assert nothing_left(generator)
+
+
+class Dies(Wrapped):
+    """Fails each request after some commits, and has the next try wait until it is told to go on."""
+
+    def __init__(self, verifier: Any) -> None:
+        super().__init__(verifier)
+        self.tries, self.stopped = Counter[str](), list[str]()
+        self.waiting: dict[str, Callable[[], None]] = {}
+
+    def progressed_s(self, request_id: str) -> float:
+        return 0.0
+
+    def renew(self, *asked: Any) -> None:
+        self.verifier.renew(*asked)
+
+    def stop(self, request_id: str) -> None:
+        self.stopped.append(request_id)
+        self.waiting.pop(request_id, None)
+        super().stop(request_id)
+
+    def follow(self, window: Window, sink: Any) -> None:
+        name = window.request_id
+        self.tries[name] += 1
+        if self.tries[name] > 1:
+            self.waiting[name] = partial(self.verifier.follow, window, sink)
+            return
+        said = 0
+
+        def heard(answer: Any) -> None:
+            nonlocal said
+            said += 1
+            if said <= 3:
+                sink(answer)
+            if said == 3:
+                sink(VerifierUnavailable("planted"))
+
+        self.verifier.follow(window, heard)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_who_is_computed_anew_elsewhere_may_wait_for_that(
+    lab: Lab, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at its beginning: else all whom a dead verifier had would have both sides compute their prompts.
+    planted: as long as for one more token, the control."""
+    if planted:
+        monkeypatch.setattr(DirectDrive, "begun", property(lambda _: True, lambda *_: None), raising=False)
+    auto = replace(lab, mode="auto", decide=lambda *_: "direct", parts=lab.parts)
+    verifier = Dies(lab.verifier().start())
+    generator = auto.generator(lab.engine(), verifier, commit_deadline_s=0.01)
+
+    def patience_s(session: Session, begun: bool, _: Any) -> float:
+        name = session.request.request_id
+        if name in verifier.waiting and not begun:
+            verifier.waiting.pop(name)()
+        return 0.0 if name in verifier.waiting else math.inf
+
+    monkeypatch.setattr(generator.ways, "patience_s", patience_s)
+    requests = [request_of(f"k{i}", i, max_tokens=40) for i in range(2)]
+    assert lab.wrong(together(generator, requests), requests) == []
+    assert bool(verifier.stopped) == planted
     assert nothing_left(generator)
 
 

@@ -55,6 +55,8 @@ async def test_the_content_type(tokenizer: Tokenizer) -> None:
         ("/v1/completions", completion(messages=[1]), "messages", "another endpoint"),
         ("/v1/completions", completion(best_of=3), "best_of", "not supported with this value"),
         ("/v1/chat/completions", chat(top_b=1), "top_b", "Unknown field"),
+        ("/v1/chat/completions", chat(temprature=1), "temprature", "nearest field here is 'temperature'"),
+        ("/v1/completions", completion(max_token=1), "max_token", "nearest field here is 'max_tokens'"),
         (
             "/v1/chat/completions",
             chat(max_tokens=5, max_completion_tokens=6),
@@ -69,6 +71,30 @@ async def test_fields_that_are_unknown_or_disagree(
     async with client(tokenizer) as (http, backend):
         assert said in assert_error(await http.post(path, json=body), 400, param)["message"]
         assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "place"),
+    [
+        (
+            chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+            "messages",
+            "messages[0].content",
+        ),
+        (
+            chat(messages=[{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
+            "messages",
+            "messages[1]",
+        ),
+        (chat(temperature="hot"), "temperature", "temperature: "),
+    ],
+)
+async def test_the_message_says_where_in_the_body(
+    tokenizer: Tokenizer, body: dict[str, Any], param: str, place: str
+) -> None:
+    async with client(tokenizer) as (http, _):
+        error = assert_error(await http.post("/v1/chat/completions", json=body), 400, param)
+    assert error["message"].startswith(place)
 
 
 async def test_one_limit_under_both_names(tokenizer: Tokenizer) -> None:

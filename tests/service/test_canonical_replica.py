@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,9 @@ from llm42.engine.build import build_engine
 from llm42.errors import VersionSkew
 from llm42.fingerprint.request import request_facts
 from llm42.protocol import Delta, Request, SamplingParams
+from llm42.session import driver
 from llm42.session.driver import Generator
+from llm42.session.ways import Ways
 from llm42.telemetry.metrics import Metrics
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
@@ -231,26 +234,84 @@ async def pieces(layout: Layout, request: Request) -> list[Delta]:
             assert isinstance(delta, Delta), delta
             if not found:
                 status = await replica.status(facts)
-                assert (status.running, status.kv_total) == (1, 0)
+                assert layout.settings.engine.decodes or (status.running, status.kv_total) == (1, 0)
             found.append(delta)
     assert (await replica.status(facts)).running == 0
     replica._pool.close()
     return found
 
 
-async def test_a_whole_best_effort_reply_is_sent_in_few_pieces(alone: Layout) -> None:
-    request = request_of("w", 3, max_tokens=120, deterministic=False, stream=False, num_logprobs=None)
-    found = await pieces(alone, request)
+def of_120(deterministic: bool, **more: Any) -> Request:
+    return request_of("w", 3, max_tokens=120, deterministic=deterministic, num_logprobs=None, **more)
+
+
+@both_classes
+async def test_a_whole_reply_is_sent_in_few_pieces(lab: Lab, deterministic: bool) -> None:
+    began, found = (
+        time.monotonic(),
+        await pieces(layout_of(lab, quick(lab)), of_120(deterministic, stream=False)),
+    )
     assert sum(len(d.token_ids) for d in found) == 120
-    assert len(found) <= 3
+    assert len(found) <= 3 + (time.monotonic() - began) / driver.KEEP_ALIVE_S
 
 
-async def test_control_as_it_is_decoded_there_are_more(
+@both_classes
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_last_piece_says_who_has_computed_it(
+    alone: Layout, deterministic: bool, stream: bool
+) -> None:
+    """Also where the request is over before its pieces are sent."""
+    found = await pieces(alone, replace(of_120(deterministic, stream=stream), max_tokens=3))
+    assert (found[-1].replica, found[-1].verifier) == ("replica", "verifier-0")
+
+
+async def test_control_with_the_request_the_name_is_forgotten(
     alone: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    release = VerifierPool.release
+
+    def forgets(self: VerifierPool, request_id: str) -> None:
+        release(self, request_id)
+        self.forget(request_id)
+
+    monkeypatch.setattr(VerifierPool, "release", forgets)
+    found = await pieces(alone, replace(of_120(True, stream=False), max_tokens=3))
+    assert found[-1].verifier == ""
+
+
+@both_classes
+async def test_control_as_it_is_decoded_there_are_more(
+    lab: Lab, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fastpath, "coalesce", lambda source, _: source)
-    request = request_of("w", 3, max_tokens=120, deterministic=False, stream=False, num_logprobs=None)
-    assert len(await pieces(alone, request)) > 3
+    assert len(await pieces(layout_of(lab, quick(lab)), of_120(deterministic, stream=False))) > 10
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_what_a_verifier_decodes_of_a_best_effort_reply_comes_joined_too(
+    lab: Lab, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine beside, session.mode auto. planted: sent as it is decoded, the control."""
+    monkeypatch.setattr(Ways, "next_best_effort", lambda *_: "direct")
+    if planted:
+        monkeypatch.setattr(fastpath, "coalesce", lambda source, _: source)
+    auto = {"mode": "auto", "credit": 8, "commit_interval_s": 1e-4}
+    settings = Settings.load(lab.settings.model_dump(mode="json") | {"session": auto})
+    began, found = (
+        time.monotonic(),
+        await pieces(layout_of(lab, settings), of_120(False, stream=False, seeded=False)),
+    )
+    assert sum(len(d.token_ids) for d in found) == 120
+    assert (len(found) <= 3 + (time.monotonic() - began) / driver.KEEP_ALIVE_S) != planted
+
+
+async def test_whoever_reads_along_gets_what_is_committed_as_it_comes(lab: Lab) -> None:
+    assert len(await pieces(layout_of(lab, quick(lab)), of_120(True, stream=True))) > 10
+
+
+def quick(lab: Lab) -> Settings:
+    """Of 120 tokens at most 9 come together, however slow the machine is."""
+    return canonical(lab.settings, credit=8, commit_interval_s=1e-4)
 
 
 async def test_best_effort_is_not_compared_with_anybodys_release(alone: Layout) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -23,7 +21,7 @@ from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
 from llm42_serve.wire import Down, Up, unpack
 from tests.protocol.session_model import oracle, prompt_of
-from tests.service.wires import Both, GivesOnce, Read, SaysOnce, Transport, read, request_of
+from tests.service.wires import Both, GivesOnce, Read, SaysOnce, Transport, both, read, request_of
 from tests.support import PATIENCE_S, until
 
 FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
@@ -34,15 +32,6 @@ LONG_S = 600.0
 @pytest.fixture(autouse=True)
 def _a_pause_of_the_machine_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanges, "FRESH_S", LONG_S)
-
-
-@asynccontextmanager
-async def both(**changes: Any) -> AsyncIterator[Both]:
-    made = Both(**changes)
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 async def played(count: int = 8, patience_s: float = PATIENCE_S, **changes: Any) -> tuple[list[str], Both]:

@@ -4,8 +4,6 @@ takes along."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,26 +12,14 @@ from llm42.protocol import SamplingParams, Window
 from llm42_serve.replica import exchange as exchanges
 from llm42_serve.verifiers import outbox as outboxes
 from llm42_serve.verifiers.outbox import Outbox
+from llm42_serve.wire import Up
 from tests.protocol.session_model import prompt_of
-from tests.service.wires import Both
+from tests.service.test_exchange import commit
+from tests.service.wires import Both, both
+from tests.support import PATIENCE_S, until
 
 LONG_S = 600.0
 """An interval that no test waits for."""
-
-
-@asynccontextmanager
-async def both(**changes: Any) -> AsyncIterator[Both]:
-    made = Both(**changes)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 class Reader:
@@ -116,7 +102,8 @@ async def test_renewals_and_releases_go_up_together(
     later_s: float, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: each with a call of its own."""
-    monkeypatch.setattr(exchanges, "LATER_S", later_s)
+    monkeypatch.setattr(exchanges, "RENEWAL_S", later_s)
+    monkeypatch.setattr(exchanges, "RELEASE_S", later_s)
     async with both(interval_s=LONG_S) as made:
         readers = [Reader(made, i, credit=1) for i in range(20)]
         await until(lambda: all(r.answers for r in readers))
@@ -131,3 +118,50 @@ async def test_renewals_and_releases_go_up_together(
         await until(lambda: len(made.verifier.released) == 10)
         await until(lambda: all(len(r.tokens) == r.until for r in made.verifier.requests.values()))
         assert (len(made.transport.calls) - before <= 3) == together
+
+
+@pytest.mark.parametrize(("renewal_s", "told"), [(0.0, True), (LONG_S, False)], ids=["", "control"])
+async def test_a_renewal_does_not_wait_as_long_as_a_release(
+    renewal_s: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the release along. Else the credit might be used up before it goes."""
+    monkeypatch.setattr(exchanges, "RENEWAL_S", renewal_s)
+    monkeypatch.setattr(exchanges, "RELEASE_S", LONG_S)
+    async with both(interval_s=LONG_S) as made:
+        readers = [Reader(made, i, credit=1) for i in range(2)]
+        await until(lambda: all(r.answers for r in readers))
+        made.exchange.release(readers[0].name)
+        made.exchange.renew(readers[1].name, len(prompt_of(1)) + 5)
+        if told:
+            await until(lambda: made.verifier.released == [readers[0].name])
+            await until(lambda: len(made.verifier.requests[readers[1].name].tokens) > len(prompt_of(1)) + 2)
+        else:
+            await asyncio.sleep(0.1)
+            assert made.verifier.released == []
+
+
+class Asleep(Outbox):
+    """Thinks that its loop has been told, once it was, until an answer is given: the control."""
+
+    def _look(self) -> None:
+        told = self._told
+        super()._look()
+        self._told = told or self._told
+
+
+@pytest.mark.parametrize(("kind", "heard"), [(Outbox, True), (Asleep, False)])
+async def test_a_release_does_not_put_others_to_sleep(kind: type[Outbox], heard: bool) -> None:
+    """What the loop had been told of was released before any call could take it along."""
+    box = kind()
+    first = asyncio.create_task(box.take(Up("r", 1, 0, 0, LONG_S)))
+    await asyncio.sleep(0)
+    box.put("x", commit("x", 2), urgent=False)
+    box.put("z", commit("z", 2), urgent=True)
+    assert (await first).number == 1
+    box.forget("x", 2)
+    second = asyncio.create_task(box.take(Up("r", 2, 0, 1, 0.01)))
+    await asyncio.sleep(0)
+    box.put("z", commit("z", 3), urgent=False)
+    done, _ = await asyncio.wait([second], timeout=PATIENCE_S if heard else 0.2)
+    assert bool(done) == heard
+    second.cancel()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from llm42.protocol import Commit, Request, SamplingParams, Window
+from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.session.actions import Renew
 from llm42.session.machine import Session
-from llm42_serve.replica.exchange import Exchange
+from llm42_serve.replica.exchange import CallLost, Exchange
 from llm42_serve.verifiers.outboxes import Outboxes
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.stand_ins import until
@@ -77,6 +77,31 @@ async def test_a_lost_stop_is_said_again() -> None:
         await until(lambda: made.verifier.stopped == ["a"])
 
 
+@pytest.mark.parametrize("planted", [False, True])
+async def test_a_lost_renewal_does_not_end_the_next_window(planted: bool) -> None:
+    """The call that said it is lost only after a window without credit has taken the place of what it renews.
+    planted: it is said again all the same, as the control."""
+    async with both(interval_s=LONG_S) as made:
+        exchange, verifier = made.exchange, made.verifier
+        exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
+        await until(lambda: bool(verifier.requests))
+        exchange.renew("a", 4000)
+        await until(lambda: bool(made.transport.calls[-1].renewals))
+        up, heard = made.transport.calls[-1], list[Any]()
+        verifier.held = True
+        exchange.stop("a")
+        exchange.follow(window_of("a"), heard.append)
+        exchange._repeat(replace(up, windows=(), marks=()), CallLost("planted"))
+        if planted:
+            exchange._renewals["a"] = 4000
+        await until(lambda: verifier.stopped == ["a"] and bool(verifier.submitted))
+        if planted:
+            await until(lambda: bool(heard))
+        verifier.held = False
+        await until(lambda: bool(heard))
+        assert isinstance(heard[0], Failure if planted else Commit)
+
+
 async def changing(exchange: Exchange, request: Request, seed: int) -> list[int]:
     """Plays a session that is decoded directly, then verified, then decoded directly again, and so on."""
     session, answers, rng = Session(request, CREDIT, 0.0), asyncio.Queue[Any](), Random(seed)
@@ -117,13 +142,18 @@ async def test_answers_say_how_busy_the_verifier_is() -> None:
     worked = [100.0]
     async with both(interval_s=0.001) as made:
         made.exchange._worked_s = lambda: worked[0]
-        made.exchange.follow(window_of("a", credit=50, max_len=9000), lambda _: None)
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
         await until(lambda: made.exchange.told is not None)
         told = made.exchange.told
         assert told is not None and (told.direct, told.kv_free, told.worked_s) == (1, 1 << 20, 12.5)
-        assert made.exchange.neighbour.seconds == pytest.approx(12.5, abs=1.0)
-        assert made.verifier.neighbour is not None
-        assert made.verifier.neighbour() == pytest.approx(100.0, abs=1.0)
+        made.verifier.worked_s, worked[0] = 20.0, 105.0
+        await until(lambda: made.exchange.neighbour.seconds >= 7.5)
+        assert made.exchange.neighbour.seconds == pytest.approx(7.5, abs=1.0)
+        made.exchange.renew("a", 6000)
+        neighbour = made.verifier.neighbour
+        assert neighbour is not None
+        await until(lambda: neighbour() >= 5.0)
+        assert neighbour() == pytest.approx(5.0, abs=1.0)
 
 
 async def test_one_that_does_not_say_is_not_asked_again() -> None:

@@ -4,9 +4,7 @@ does."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from llm42_serve.verifiers import outboxes
 from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.wire import Answer, Down, Up
 from tests.protocol.session_model import oracle, prompt_of, verify
-from tests.service.wires import Both, GivesOnce, SaysOnce, Stepper, checked, read, request_of
+from tests.service.wires import Both, GivesOnce, SaysOnce, Stepper, both, checked, read, request_of
 from tests.support import PATIENCE_S, until
 
 FATES = ("good", "good", "good", "good", "lost", "unsent", "twice", "slow", "slow")
@@ -33,15 +31,6 @@ LONG_S = 600.0
 @pytest.fixture(autouse=True)
 def _a_pause_of_the_machine_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchanges, "FRESH_S", LONG_S)
-
-
-@asynccontextmanager
-async def both(**changes: Any) -> AsyncIterator[Both]:
-    made = Both(**changes)
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 async def played(

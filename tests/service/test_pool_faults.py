@@ -163,6 +163,8 @@ class Condemning(Published):
     def __init__(self, pool: VerifierPool, failures: int = 0) -> None:
         super().__init__(pool, VerifierStatus("ready", "a"))
         self.condemn, self.failures, self.condemned = Condemn(self), failures, list[tuple[str, str]]()
+        self.gone = True
+        """What it says of whom it is asked to condemn."""
 
 
 class Condemn:
@@ -171,11 +173,12 @@ class Condemn:
     def __init__(self, owner: Condemning) -> None:
         self._owner = owner
 
-    async def remote(self, name: str, actor_id: str, _: str) -> None:
+    async def remote(self, name: str, actor_id: str, _: str) -> bool:
         if self._owner.failures:
             self._owner.failures -= 1
             raise ActorDiedError()
         self._owner.condemned.append((name, actor_id))
+        return self._owner.gone
 
 
 async def test_a_condemned_verifier_is_not_asked_again_although_it_is_still_published() -> None:
@@ -208,3 +211,22 @@ async def test_condemning_is_repeated_until_the_supervisor_has_heard_it(
     monkeypatch.setattr(supervisor, "remote", returns(Membership(others, "a")))
     await pool.refresh()
     assert len(supervisor.condemned) == count, "it is gone"
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_one_that_is_no_longer_published_is_condemned_until_it_is_gone(failures: int) -> None:
+    """Scaling gave it up: it may work on for other replicas."""
+    pool = pool_of(("ready", "a"), ("ready", "a"))
+    good, wrong = pool.members
+    pool._supervisor.handle = supervisor = Condemning(pool, failures)
+    supervisor.gone = False
+    others = (MemberInfo(good.name, good.actor_id, good.status),)
+    supervisor.remote = returns(Membership(others, "a"))  # type: ignore[method-assign]
+    await pool.condemn(wrong, "its bits differ")
+    for _ in range(2):
+        await pool.refresh()
+    assert supervisor.condemned == [(wrong.name, wrong.actor_id)] * (3 - failures)
+    supervisor.gone = True
+    for _ in range(2):
+        await pool.refresh()
+    assert len(supervisor.condemned) == 4 - failures, "it is gone"

@@ -158,10 +158,33 @@ async def test_control_it_would_be(ready: bool, monkeypatch: pytest.MonkeyPatch)
 
 async def test_the_pool_tells_how_long_an_engine_beside_it_has_computed() -> None:
     async with pool_with(Actor()) as pool:
-        pool.beside(lambda: 50.0)
+        worked = [50.0]
+        pool.beside(lambda: worked[0])
         pool.follow(followed("a"), lambda _: None)
         (member,) = pool.members
-        await until(lambda: member.handle.verifier.neighbour is not None)
-        assert member.handle.verifier.neighbour() == pytest.approx(50.0, abs=1.0)
-        await until(lambda: pool.worked_s > 0)
-        assert pool.worked_s == pytest.approx(12.5, abs=1.0)
+        verifier = member.handle.verifier
+        await until(lambda: verifier.neighbour is not None and pool._following.told(member)[0] is not None)
+        worked[0], verifier.worked_s = 55.0, 20.0
+        await until(lambda: pool.worked_s >= 7.5)
+        assert pool.worked_s == pytest.approx(7.5, abs=1.0)
+        pool.follow(followed("b"), lambda _: None)
+        await until(lambda: verifier.neighbour() >= 5.0)
+        assert verifier.neighbour() == pytest.approx(5.0, abs=1.0)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_who_is_gone_computes_nothing(planted: bool) -> None:
+    """Nor is what the others compute halved by it. planted: none is, the control."""
+    async with pool_with(Actor(), Actor()) as pool:
+        first, second = pool.members
+        for name in "abcdef":
+            pool.follow(followed(name), lambda _: None)
+        await until(lambda: all(pool._following.told(m)[0] is not None for m in (first, second)))
+        first.handle.verifier.worked_s = 20.5
+        await until(lambda: pool.worked_s >= 4.0)
+        assert pool.worked_s < 4.0 + 1.0, "the mean of both"
+        if not planted:
+            second.handle.dead.set()
+            pool.follow(followed("g"), lambda _: None)
+            await until(lambda: pool.worked_s >= 8.0)
+        assert pool.worked_s == pytest.approx(4.0 if planted else 8.0, abs=1.0)

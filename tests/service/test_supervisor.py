@@ -11,6 +11,7 @@ import pytest
 from llm42.config import Settings
 from llm42_serve.verifiers import scaling
 from llm42_serve.verifiers import supervisor as module
+from llm42_serve.verifiers.actor import State
 from llm42_serve.verifiers.names import verifier_names
 from llm42_serve.verifiers.supervisor import Supervisor
 from tests.service.stand_ins import QUICK, Actor, Cluster, started, states
@@ -104,11 +105,11 @@ async def test_a_verifier_that_was_given_up_is_condemned_all_the_same(cluster: C
     made._scaler.wanted = 1
     await until(lambda: given_up.handle is None)
     actor = cluster.actors[given_up.name]
-    await made.condemn(given_up.name, "another actor of that name", "late news")
-    await made.condemn(kept.name, actor._actor_id.hex(), "another name")
+    assert await made.condemn(given_up.name, "another actor of that name", "late news")
+    assert await made.condemn(kept.name, actor._actor_id.hex(), "another name")
     assert (cluster.killed, actor.dead) == (0, False)
-    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong")
-    await made.condemn(given_up.name, actor._actor_id.hex(), "wrong, says another replica too")
+    assert await made.condemn(given_up.name, actor._actor_id.hex(), "wrong")
+    assert await made.condemn(given_up.name, actor._actor_id.hex(), "wrong, says another replica too")
     assert (cluster.killed, actor.dead, (await made.membership()).condemned) == (1, True, 1)
     made._task.cancel()
 
@@ -167,6 +168,39 @@ async def test_it_scales_by_the_work_of_long_answers(
     assert (made._scaler.wanted, cluster.created) == (2, 2), "one alone has too much, both have not"
     first.work = WORK | {"direct": 5, "kv_used": 50}
     await until(lambda: made._scaler.wanted == 1)
+    made._task.cancel()
+
+
+async def test_of_a_wanted_verifier_that_was_not_looked_at_nobody_says_that_it_is_gone(
+    cluster: Cluster,
+) -> None:
+    made = await started(cluster, verifiers=1)
+    made._task.cancel()
+    (watched,), (actor,) = made._watched, cluster.actors.values()
+    watched.handle = None  # as in a supervisor that was just created
+    assert not await made.condemn(watched.name, actor._actor_id.hex(), "wrong")
+    watched.handle = actor
+    assert await made.condemn(watched.name, actor._actor_id.hex(), "wrong")
+    assert actor.dead
+
+
+@pytest.mark.parametrize("state", ["failed", "starting"])
+async def test_one_that_has_failed_is_not_waited_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, state: State
+) -> None:
+    """It may never start. The control: one that is starting is."""
+    monkeypatch.setattr(scaling, "SETTLE_S", 0.05)
+    made = await started(cluster, verifiers=1, max_verifiers=2)
+    made._scaler.wanted = 2
+    await until(lambda: len(cluster.actors) == 2)
+    first, second = (cluster.actors[w.name] for w in made._watched)
+    second.state = state
+    first.work = WORK | {"direct": 1, "kv_used": 50}
+    if state == "failed":
+        await until(lambda: made._scaler.wanted == 1)
+    else:
+        await looked(first, second, seconds=0.5)  # longer than scale_down_s
+        assert made._scaler.wanted == 2
     made._task.cancel()
 
 

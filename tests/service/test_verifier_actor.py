@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
+from llm42.step_times import Costs, VerifierLoad
 from llm42.verifier.jobs import VerifierStats
 from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers.actor import VerifierActor
 from tests.support import PATIENCE_S, Clock, until
 
+LOAD = VerifierLoad(Costs(((4.0, 0.1),)), Costs(((16.0, 0.2),)), waited_s=0.25)
+
 
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128}
+    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128, "load": lambda: LOAD}
     return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
 
 
@@ -53,6 +56,8 @@ async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) ->
     while (status := await actor.status()).state != "ready":
         await asyncio.sleep(0.02)
     assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
+    assert (status.decode_steps, status.window_steps) == (LOAD.decode_steps, LOAD.window_steps)
+    assert status.waited_s == 0.25
     counted.decode_steps, counted.decode_s = 12, 2.0
     assert (await actor.status()).step_s == 0.5, "of the last steps"
     assert (await actor.status()).step_s == 3.0, "of the present one"
@@ -107,6 +112,29 @@ async def test_an_actor_that_is_no_longer_wanted_ends_its_work_first(
     await it.lives()  # its last answers are to be fetched still
     it.now += 3.0
     await it.ends()
+
+
+async def test_a_loop_that_was_held_up_gives_the_last_answers_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It saw work, then for a long time nothing, then none. The first look that sees none is not the end."""
+    it = Leased(monkeypatch, direct=1)
+    await it.ready()
+    it.now += 300.0
+    await it.lives()
+    looks, over = it.looks, list[bool]()
+    judged = it.actor._over
+
+    def judge(taken_s: float) -> bool:
+        over.append(judged(taken_s))
+        return over[-1]
+
+    monkeypatch.setattr(it.actor, "_over", judge)
+    it.stats.direct = 0
+    it.now += 3.0
+    await it.ends()
+    assert it.looks > looks
+    assert over[-2:] == [False, True]
 
 
 async def test_the_work_of_an_actor_that_is_no_longer_wanted_keeps_it_for_a_time_only(

@@ -85,10 +85,14 @@ def counts(
     since: int = 0,
     queue_s: float = 0.0,
     coming: int = 0,
+    left: Sequence[VerifierStatus] | None = None,
 ) -> list[int]:
-    """How many are wanted, each second."""
-    times = map(float, range(since, since + seconds))
-    return [scaler.look(now, ready(now), queue_s, coming) for now in times]
+    """How many are wanted, each second. left: all but the last one, if not said."""
+    found = []
+    for now in map(float, range(since, since + seconds)):
+        present = ready(now)
+        found.append(scaler.look(now, present, present[:-1] if left is None else left, queue_s, coming))
+    return found
 
 
 def scaler_of(**changes: Any) -> Scaler:
@@ -111,12 +115,14 @@ def test_too_much_work_adds_verifiers_one_after_the_other(name: str) -> None:
 def test_one_burst_is_no_reason_and_a_starting_verifier_is_waited_for() -> None:
     made = scaler_of()
     for now in range(50):
-        made.look(float(now), [IDLE], LATE if now % LOOKS_UP else 0.0)
+        made.look(float(now), [IDLE], [], LATE if now % LOOKS_UP else 0.0)
     assert made.wanted == 1
     made = scaler_of()
     for now in range(200):  # the second one never becomes ready
-        made.look(float(now), [IDLE], LATE, coming=made.wanted - 1)
+        made.look(float(now), [IDLE], [], LATE, coming=made.wanted - 1)
     assert made.wanted == 2
+    found = counts(made, lambda _: [IDLE] * made.wanted, 30, 200, queue_s=LATE)
+    assert found.index(3) >= SETTLE_S - 1, "it has time to make a difference once it is there"
 
 
 def test_a_quiet_time_takes_them_away_again() -> None:
@@ -159,8 +165,16 @@ def test_who_is_needed_is_not_given_up() -> None:
     made = scaler_of()
     made.wanted = 2
     assert counts(made, lambda _: [IDLE] * 2, 70, queue_s=LATE / 10)[-1] == 2, "windows wait a little"
+
+
+def test_who_is_refused_counts_as_nobody() -> None:
+    """Of two wanted ones one is ready. It is not given up as if it were the last one of two; the refused one
+    is, which does nothing."""
+    made = scaler_of()
     made.wanted = 2
-    assert counts(made, lambda _: [status(direct=1)], 200, 70)[-1] == 2, "the other one is refused"
+    assert counts(made, lambda _: [status(direct=1)], 200)[-1] == 2, "the first one is refused"
+    busy = status(direct=60)
+    assert counts(made, lambda _: [busy], 200, 200, left=[busy])[-1] == 1, "the last one is"
 
 
 WOBBLES: dict[str, Callable[[float, int], dict[str, Any]]] = {
@@ -213,7 +227,7 @@ def test_steps_that_take_longer_than_between_two_looks_count_in_each(long_s: int
         ended, present_s = divmod(now, long_s)
         step_s = made.mean_s(ended, float(long_s * ended), present_s or 0.01)
         ready = [status(direct=50, step_s=step_s)] * scaler.wanted
-        scaler.look(float(now), ready)
+        scaler.look(float(now), ready, ready[:-1])
         excess.append(limits.excess(ready[0]))
     assert set(excess[long_s:]) == ({("step time",)} if long_s > 5.5 else {()})
     assert scaler.wanted == (3 if long_s > 5.5 else 1)

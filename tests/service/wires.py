@@ -7,8 +7,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
@@ -56,6 +57,7 @@ class Stepper:
         self.waiting: list[tuple[Window, Future[Commit | Failure]]] = []
         self.submitted: list[Window] = []
         self.stopped: list[str] = []
+        self.worked_s = 12.5
         self.neighbour: Callable[[], float] | None = None
         self.stepped, self.held = time.monotonic(), False
         self.thread = threading.Thread(target=self._loop, daemon=True)
@@ -90,10 +92,6 @@ class Stepper:
         with self.lock:
             self.stopped.append(request_id)
             self.requests.pop(request_id, None)
-
-    @property
-    def worked_s(self) -> float:
-        return 12.5
 
     def beside(self, worked_s: Callable[[], float]) -> None:
         self.neighbour = worked_s
@@ -268,7 +266,7 @@ async def checked(
 
 @dataclass
 class Both:
-    """A verifier and a replica. Leave it by `close`."""
+    """A verifier and a replica. Leave it by `close`; `both` does."""
 
     seed: int = 0
     fates: tuple[str, ...] = ("good",)
@@ -289,6 +287,16 @@ class Both:
         for task in self.transport.others:
             task.cancel()
         await asyncio.to_thread(self.verifier.close)
+
+
+@asynccontextmanager
+async def both(**changes: Any) -> AsyncIterator[Both]:
+    """Both, for as long as the block lasts."""
+    made = Both(**changes)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 class GivesOnce(Outbox):

@@ -23,11 +23,13 @@ from llm42.session.policy import (
     Way,
     choose,
     choose_best_effort,
+    costs,
     moves,
     planned,
     settled_window,
 )
-from llm42.session.ways import Acceptance
+from llm42.session.standing import Done, Standing
+from llm42.session.ways import PLAN_S, Acceptance
 from llm42.step_times import Costs, Fading, Peak, StepTimes, VerifierLoad
 
 LARGEST, CHUNK = 1024, 2048
@@ -93,6 +95,10 @@ class Cluster:
     seed: int = 0
     decide: Choice = choose
     decide_best_effort: Choice = choose_best_effort
+    places: int = LARGEST
+    kv_tokens: int = 10**9
+    stands: bool = True
+    """False: what the model says is done at once."""
     knows_peak: bool = True
     """False: counts of different moments are subtracted."""
     knows_neighbour: bool = True
@@ -103,6 +109,10 @@ class Cluster:
     moves: bool = False
     plan: Way | None = None
     typical: int = LEAST_LEFT
+    prompt: int = 0
+    prompts: float = 0.0
+    kv_each: float = 0.0
+    planned_at: float = -1.0
     ended: list[Job] = field(default_factory=list)
     work: list[tuple[float, Callable[[], None]] | None] = field(default_factory=lambda: [None, None])
     """The steps that run, of the engine and of the verifier: the seconds that each still needs of the device,
@@ -120,6 +130,7 @@ class Cluster:
             engine.neighbour = lambda: verifier.worked.seconds
             verifier.neighbour = self.window_times.neighbour = lambda: engine.worked.seconds
         self.waited, self.mine, self.acceptance = Fading(clock), Peak(clock), Acceptance()
+        self.done, self.standing = Done(), Standing()
         self.said: deque[tuple[float, int]] = deque([(0.0, 0)])
         self.queue: deque[Job] = deque()
 
@@ -134,21 +145,43 @@ class Cluster:
             self.said.popleft()
         said = self.said[0][1]
         others = max(0, said - (self.mine.most if self.knows_peak else direct))
-        costs = self.decode_times.costs, self.window_times.costs
-        verifier = VerifierLoad(*costs, said, others, LARGEST, 10**9, 10**9, self.waited.value)
+        known = self.decode_times.costs, self.window_times.costs
+        used = sum(j.prompt + j.output for j in self.jobs if j.way == "direct" and not j.to_compute)
+        promised = sum(
+            j.prompt + j.output if j.to_compute else LEAST_LEFT for j in self.jobs if j.way == "direct"
+        )
+        free = max(0, self.kv_tokens - used)
+        limits = said, others, self.places, self.kv_tokens, free
+        verifier = VerifierLoad(*known, *limits, self.waited.value)
         best_effort = sum(not j.deterministic for j in self.jobs)
         movable = best_effort if self.movable else 0
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs
         load = Load(best_effort, movable, self.moves, count, fast, verifier, self.devices == 1, self.plan)
-        lengths = [(j.prompt, j.output) for j in self.ended if j.deterministic][-32:]
-        if lengths:
-            prompt, self.typical = (round(fmean(of_kind)) for of_kind in zip(*lengths, strict=True))
-        else:
-            prompt, self.typical = 0, LEAST_LEFT
-        typical = self._progress(Job(True, prompt, self.typical), None)
-        self.moves = moves(typical, load)
-        self.plan = planned(typical, replace(load, moves=self.moves))
+        load = replace(load, promised=promised, coming=max(0, direct - said))
+        load = replace(load, prompts=self.prompts, kv_each=self.kv_each)
+        if self.plan is None or self.now - self.planned_at >= PLAN_S:
+            self._plan(load)
         return replace(load, moves=self.moves, plan=self.plan)
+
+    def _plan(self, load: Load) -> None:
+        self.planned_at = self.now
+        typical = self._progress(Job(True, self.prompt, self.typical), None)
+        if not self.standing.tries:
+            self.moves = moves(typical, load)
+        load = replace(load, moves=self.moves)
+        found = planned(typical, load)
+        if self.stands:
+            found = self.standing.next(self.now, len(self.jobs), self.done, costs(typical, load), found)
+        self.plan = found
+
+    def _learn(self, job: Job) -> None:
+        """As Ways learns."""
+        lengths = [(j.prompt, j.output) for j in self.ended[-256:] if j.deterministic == job.deterministic]
+        prompt, output = (fmean(of_kind) for of_kind in zip(*lengths[-32:], strict=True))
+        if job.deterministic:
+            self.prompt, self.typical = round(prompt), round(output)
+        else:
+            self.prompts, self.kv_each = prompt / output, prompt + output
 
     def _progress(self, job: Job, way: Way | None) -> Progress:
         run, wasted = self.acceptance.run(WINDOW), self.acceptance.wasted_share
@@ -162,6 +195,7 @@ class Cluster:
     def start(self, job: Job) -> None:
         """One more."""
         self.jobs.append(job)
+        self.done.begin(job.deterministic)
         self._go(job, self._way_of(job, None))
 
     def _way_of(self, job: Job, way: Way | None) -> Way:
@@ -198,12 +232,15 @@ class Cluster:
 
     def _commit(self, job: Job, tokens: int) -> None:
         tokens = min(tokens, job.most - job.output)
+        self.done.came(tokens, 0 if job.output else job.prompt)
         job.output += tokens
         self.tokens += tokens
         if job.output >= job.most:
             self.jobs.remove(job)
             job.tries += 1
             self.ended.append(job)
+            self.done.ended += 1
+            self._learn(job)
 
     # ---- steps
 

@@ -45,7 +45,7 @@ def test_a_step_of_an_8b_model_is_some_gib() -> None:
     small, large = (step_bytes(LLAMA_8B, rows, 16384, 64, 2) for rows in (64, 1024))
     logits = 4 * 128256
     assert large - small > 960 * logits, "each row has logits"
-    assert 2 * GIB < small < large < 6 * GIB
+    assert GIB < small < large < 6 * GIB
 
 
 class Gpu:

@@ -252,7 +252,7 @@ def test_how_long_another_has_worked_is_told_now_and_then(share: float) -> None:
         clock.now += 2 * TELL_S
         neighbour.tell(share * clock.now)
     before = neighbour.seconds
-    assert before == pytest.approx(share * clock.now)
+    assert before == pytest.approx(share * 49 * 2 * TELL_S), "since it was first heard"
     clock.now += TELL_S
     assert neighbour.seconds - before == pytest.approx(share * TELL_S), "as if it went on"
     clock.now += 100 * SILENT_S
@@ -279,7 +279,34 @@ def test_a_process_that_has_started_anew_counts_anew() -> None:
     for told in (100.0, 1.0, 1.5):
         clock.now += 1.0
         neighbour.tell(told)
-    assert neighbour.seconds == pytest.approx(1.5)
+    assert neighbour.seconds == pytest.approx(0.5)
+
+
+def measured_beside_an_idle_one() -> list[float]:
+    """Steps of 10 ms, each after a rest after which the neighbour is heard anew; it has worked long ago."""
+    clock, neighbours = Clock(), list[Neighbour]()
+    times = StepTimes(clock)
+    for _ in range(8):
+        neighbours.append(Neighbour(clock))
+        heard = tuple(neighbours)
+        times.neighbour = lambda heard=heard: sum(n.seconds for n in heard)  # type: ignore[misc]
+        neighbours[-1].tell(5000.0)
+        clock.now += 0.2
+        times.add(4, 0, 0.01)
+        clock.now += 3.0
+    return [seconds for _, _, seconds, _ in times._sizes[3]]
+
+
+def test_one_that_is_heard_anew_has_not_computed_all_that_at_once() -> None:
+    assert measured_beside_an_idle_one() == [0.01] * 8
+
+
+def test_control_it_would_count_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(neighbour: Neighbour, seconds: float) -> None:
+        neighbour._last = 0.0, neighbour._clock(), 0.0, seconds
+
+    monkeypatch.setattr(Neighbour, "tell", tell)
+    assert measured_beside_an_idle_one() == [0.005] * 8
 
 
 def test_a_mean_fades_by_itself() -> None:

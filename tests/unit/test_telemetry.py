@@ -85,12 +85,13 @@ async def test_a_request_is_counted_once_however_it_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "deterministic", "gaps"), [(True, False, 1), (False, False, 0), (False, True, 1)]
+    ("stream", "deterministic", "gaps"),
+    [(True, False, 1), (False, False, 0), (True, True, 1), (False, True, 0)],
 )
 async def test_gaps_that_no_client_sees_are_not_measured(
     stream: bool, deterministic: bool, gaps: int
 ) -> None:
-    """A best-effort reply that is read as a whole comes in pieces of our making."""
+    """A reply that is read as a whole comes in pieces of our making."""
     metrics = PrometheusMetrics("tiny")
     request = replace(REQUEST, stream=stream, deterministic=deterministic)
     async for _ in Observed(request, metrics).run(deltas(FIRST, LAST)):

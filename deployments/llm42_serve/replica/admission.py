@@ -4,7 +4,8 @@ A free place goes to the class that uses less of its share, so neither class wai
 deterministic requests run follows the verifiers: the limit falls by a part when windows wait too long for a
 verifier and rises by one per round of commits that did not (additive increase, multiplicative decrease; Chiu
 and Jain 1989). While each of them has too much to do (places, KV, the time of a step), whoever it is for,
-nobody starts. So no more deterministic work is admitted than the verifiers sustain; the rest waits here.
+fewer and fewer may run. So no more deterministic work is admitted than the verifiers sustain; the rest waits
+here.
 Where verifiers decode everything, the limit is one for both classes together.
 """
 
@@ -21,6 +22,9 @@ from llm42.errors import Overloaded
 
 DECREASE = 0.7
 DECREASE_EVERY_S = 1.0
+EASE = 7 / 8
+"""Of what runs, so much may run after a look at verifiers that all have too much to do. Where requests are
+long, nobody starts then; where they are short, some do: else all would have ended before the next look."""
 REOPEN = 1 / 32
 """Of the places, and one at least: so many more may run with each look at verifiers that have room again."""
 
@@ -56,7 +60,9 @@ class Admission:
         self.deterministic_limit = float(places)
         self._clock, self._decreased = clock, float("-inf")
         self._ceiling = float(places)
-        """0 while the verifiers have too much to do; then it rises."""
+        """How many may run for whom verifiers are asked, by what these have to do."""
+        self._last: bool | None = None
+        """The class that got the last place."""
 
     @asynccontextmanager
     async def place(self, deterministic: bool) -> AsyncIterator[None]:
@@ -79,10 +85,10 @@ class Admission:
             self.deterministic_limit = max(1.0, DECREASE * min(self.deterministic_limit, self._verified))
 
     def look(self, crowded: bool) -> None:
-        """Whether each verifier had too much to do, a moment ago. Then nobody starts but one where none runs;
-        what runs goes on. All that wait at once would be too much again, so they are let in by and by."""
+        """Whether each verifier had too much to do, a moment ago. Then fewer may run; what runs goes on. All
+        that wait at once would be too much again, so they are let in by and by."""
         if crowded:
-            self._ceiling = 0.0
+            self._ceiling = EASE * min(self._ceiling, self._verified)
         elif self._ceiling < self.places:
             self._ceiling = max(self._ceiling, self._verified) + max(1.0, REOPEN * self.places)
             self._hand_out()
@@ -95,6 +101,7 @@ class Admission:
     async def _enter(self, deterministic: bool) -> None:
         mine = self.classes[deterministic]
         if not mine.waiting and self._may_start(deterministic):
+            self._last = deterministic
             mine.running += 1
             return
         if len(mine.waiting) >= self.max_queued:
@@ -123,13 +130,16 @@ class Admission:
         return sum(self.classes[d].running for d in self._limited)
 
     def _hand_out(self) -> None:
-        """Gives free places to those that wait, the class that uses less of its share first."""
+        """Gives free places to those that wait, the class that uses less of its share first; where they are
+        even, as with a single place, the one that was not served last."""
         while True:
             able = [d for d, c in self.classes.items() if c.waiting and self._may_start(d)]
             if not able:
                 return
-            chosen = self.classes[min(able, key=lambda d: self.classes[d].running / self.classes[d].share)]
+            of = min(able, key=lambda d: (self.classes[d].running / self.classes[d].share, d is self._last))
+            chosen = self.classes[of]
             turn = chosen.waiting.popleft()
             if not turn.done():
+                self._last = of
                 chosen.running += 1
                 turn.set_result(None)

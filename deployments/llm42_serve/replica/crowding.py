@@ -51,5 +51,5 @@ class Crowding:
         if all(excess) and now - self._said_at >= SAY_AGAIN_S:
             self._said_at = now
             which = "; ".join(f"{m.name}: {', '.join(e)}" for m, e in zip(known, excess, strict=True))
-            log.info("every verifier has too much to do, so nobody new is let in for now (%s)", which)
+            log.info("every verifier has too much to do, so fewer are let in for now (%s)", which)
         self._tell(all(excess))

@@ -24,8 +24,9 @@ from llm42_serve.wire import Answer, Down, Up, unpack
 
 log = logging.getLogger(__name__)
 UNDER_WAY = 2
-LATER_S = 0.02
-"""How long a renewal or a release waits for others. Short against half a credit of tokens."""
+RENEWAL_S, RELEASE_S = 0.003, 0.02
+"""How long a renewal, or a release, waits for others. The renewals that follow from one answer come within a
+few turns of the loop; and while they wait, credit runs out."""
 AGAIN_S = (0.05, 0.2, 0.8)
 """Pauses after calls that were lost one after the other; after the last one the verifier counts as dead."""
 FRESH_S = 2.0
@@ -105,7 +106,7 @@ class Exchange:
         """As VerifierClient.renew; a request that the verifier does not know is said to the sink."""
         if request_id in self._sinks:
             self._renewals[request_id] = max(until, self._renewals.get(request_id, 0))
-            self._soon()
+            self._soon(RENEWAL_S)
 
     def stop(self, request_id: str) -> None:
         """As VerifierClient.stop; one that is not followed here is nothing."""
@@ -122,7 +123,7 @@ class Exchange:
         for of in (self._awaited, self._marks, self._renewals, self._windows, self._stops):
             of.pop(request_id, None)
         self._releases.add(request_id)  # also where the window was still here: one before it may be there
-        self._soon()
+        self._soon(RELEASE_S)
 
     def close(self) -> None:
         """Ends the calls; nothing is said to anybody."""
@@ -136,10 +137,14 @@ class Exchange:
 
     # ---- calls
 
-    def _soon(self) -> None:
-        """Something is to be said that may wait for others."""
-        if self._later is None:
-            self._later = asyncio.get_running_loop().call_later(LATER_S, self._now)
+    def _soon(self, after_s: float) -> None:
+        """Something is to be said that may wait so long for others."""
+        loop = asyncio.get_running_loop()
+        if self._later is not None:
+            if self._later.when() <= loop.time() + after_s:
+                return
+            self._later.cancel()
+        self._later = loop.call_later(after_s, self._now)
 
     def _now(self) -> None:
         self._later = None
@@ -210,7 +215,7 @@ class Exchange:
             if self._marks.get(window.request_id) == mark and window.request_id in self._awaited:
                 self._windows[window.request_id] = window
         for name, until in up.renewals:
-            if name in self._sinks:
+            if self._awaited.get(name):  # a window without credit has taken the place of what they renew
                 self._renewals[name] = max(until, self._renewals.get(name, 0))
         self._releases.update(name for name in up.releases if name not in self._sinks)
         self._stops.update((name, mark) for name, mark in up.stops if self._marks.get(name) == mark)

@@ -91,13 +91,18 @@ class FastPath:
             self._served += 1
         except LLM42Error as error:
             yield as_loss(error, self._engine.alive)
+        finally:
+            self._pool.forget(request.request_id)
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
-        as_decoded = request.stop or not self._settings.engine.decodes
-        if as_decoded and not request.deterministic:  # the others' tokens come joined already
-            return coalesce(source, self._generator.pause_s(request))
-        return source
+        settings = self._settings
+        may_move = settings.session.mode == "auto" and not request.stream
+        if request.deterministic:
+            joins = not request.stream  # whoever reads along gets what is committed at once
+        else:  # the others' tokens come joined already, unless a verifier may decode them
+            joins = bool(request.stop) or not settings.engine.decodes or may_move
+        return coalesce(source, self._generator.pause_s(request)) if joins else source
 
     def _signed(self, request_id: str, delta: Delta) -> Delta:
         """With who has computed it."""

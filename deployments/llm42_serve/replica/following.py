@@ -153,8 +153,13 @@ class Following:
 
     @property
     def worked_s(self) -> float:
-        """As VerifierClient.worked_s, of those that were asked for something."""
-        said = [exchange.neighbour.seconds for _, exchange in tuple(self._exchanges.values())]
+        """As VerifierClient.worked_s, of those that were asked for something and are still there."""
+        there, asked = {m.name: m.handle for m in tuple(self._pool.members)}, tuple(self._exchanges.items())
+        said = [
+            exchange.neighbour.seconds
+            for name, (handle, exchange) in asked
+            if exchange.dead is None and there.get(name) is handle
+        ]
         return sum(said) / len(said) if said else 0.0
 
     def progressed_s(self, request_id: str) -> float:

@@ -53,15 +53,17 @@ class SupervisorLink:
             return found
         return None
 
-    async def condemn(self, name: str, actor_id: str, reason: str) -> None:
-        """Asks for the removal of a verifier. Never raises: the caller repeats it until the removal shows."""
+    async def condemn(self, name: str, actor_id: str, reason: str) -> bool:
+        """Asks for the removal of a verifier; whether it is gone, as far as the supervisor knows. Never
+        raises: the caller repeats it until it is."""
         if self.handle is None:
-            return
+            return False
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self.handle.condemn.remote(name, actor_id, reason)
+                return bool(await self.handle.condemn.remote(name, actor_id, reason))
         except (RayError, TimeoutError) as error:
             log.warning("the supervisor has not confirmed that %s is condemned: %r", name, error)
+            return False
 
     async def _unanswered(self, handle: Any) -> None:
         """One that has hung is killed and created anew: get_if_exists would give the same actor again."""

@@ -62,6 +62,8 @@ class VerifierPool:
         self._supervisor = SupervisorLink(settings, self._model_identity)
         self._condemned: dict[str, str] = {}
         """Why, by actor id. They are never asked again, whatever the supervisor says."""
+        self._unconfirmed: dict[str, str] = {}
+        """Names of those that may be there still, by actor id."""
         self._asked: dict[str, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
@@ -206,6 +208,7 @@ class VerifierPool:
             max(0, kv_free),
             waited_s,
             1.0 / max(1, len(self.ready)),
+            1 if told is None else told.replicas,
         )
 
     def note(self, request_id: str, member: Member) -> None:
@@ -214,13 +217,16 @@ class VerifierPool:
 
     def release(self, request_id: str) -> None:
         """Tells the request's verifier that it is over; nothing waits for it."""
-        self._asked.pop(request_id, None)
         self._following.release(request_id)
         self._auditor.ended(request_id)
 
     def asked(self, request_id: str) -> str:
-        """The verifier that was asked last for a request that is not over; empty when none was."""
+        """The verifier that was asked last for a request, also when that is over; empty when none was."""
         return self._asked.get(request_id, "")
+
+    def forget(self, request_id: str) -> None:
+        """Its reply has been given: nobody wants to know any more who was asked."""
+        self._asked.pop(request_id, None)
 
     async def manifest(self) -> tuple[str, dict[str, Any]]:
         """The pool's fingerprint, and what it hashes. Raises VerifierUnavailable."""
@@ -236,12 +242,17 @@ class VerifierPool:
 
     async def condemn(self, member: Member, reason: str) -> None:
         """Has the supervisor remove a verifier that was found to be wrong; from now on it is not asked, and
-        what it decodes for this replica goes on elsewhere. Each refresh repeats this while the supervisor
-        still has it."""
+        what it decodes for this replica goes on elsewhere. Each refresh repeats this until the supervisor
+        says that it is gone, and while it is still published."""
         self._condemned[member.actor_id] = reason
+        self._unconfirmed[member.actor_id] = member.name
         member.status = None
         self._following.cut(member.actor_id, VerifierUnavailable(f"{member.name} is condemned"))
-        await self._supervisor.condemn(member.name, member.actor_id, reason)
+        await self._condemn(member.name, member.actor_id)
+
+    async def _condemn(self, name: str, actor_id: str) -> None:
+        if await self._supervisor.condemn(name, actor_id, self._condemned[actor_id]):
+            self._unconfirmed.pop(actor_id, None)
 
     async def ready_member(self, window: Window) -> Member:
         """The one to ask, as soon as one is ready. Raises VerifierUnavailable when all have failed."""
@@ -300,9 +311,10 @@ class VerifierPool:
         self.members = [
             await self._updated(known.get(info.name), info, asked - info.age_s) for info in membership.members
         ]
-        for info in membership.members:
-            if info.actor_id in self._condemned:
-                await self._supervisor.condemn(info.name, info.actor_id, self._condemned[info.actor_id])
+        # one that scaling has given up is not published, and may work on for others
+        found = {info.actor_id: info.name for info in membership.members if info.actor_id in self._condemned}
+        for actor_id, name in (self._unconfirmed | found).items():
+            await self._condemn(name, actor_id)
 
     async def _updated(self, member: Member | None, info: MemberInfo, asked_at: float) -> Member:
         """The member as published. A handle belongs to one actor: after a death it is resolved afresh.

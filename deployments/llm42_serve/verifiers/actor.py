@@ -109,6 +109,7 @@ class VerifierActor:
         self._boxes: Outboxes | None = None
         self._failure, self._doing, self._step_time = "", "loading the model", StepTime()
         self._renewed = self._worked = time.monotonic()
+        self._idle_looks = 0
         configure(self._settings.telemetry, "verifier")
         self._name = (ray.is_initialized() and ray.get_runtime_context().get_actor_name()) or "unnamed"
         event(log, "verifier starts", verifier=self._name, pid=os.getpid(), node=node_id())
@@ -177,8 +178,12 @@ class VerifierActor:
         long the last answers may take to be fetched. Without their replica, requests run out of credit."""
         now, verifier = time.monotonic(), self._verifier
         if verifier is not None and (stats := verifier.stats()).direct + stats.active + stats.waiting:
-            self._worked = now
-        drained = now - self._worked >= taken_s or now - self._renewed >= self._lease_s + DRAIN_S
+            self._worked, self._idle_looks = now, 0
+        else:
+            self._idle_looks += 1
+        # two looks: between them this loop has run, so that it could give the last answers
+        quiet = self._idle_looks > 1 and now - self._worked >= taken_s
+        drained = quiet or now - self._renewed >= self._lease_s + DRAIN_S
         return drained and now - self._renewed >= self._lease_s
 
     async def status(self) -> VerifierStatus:

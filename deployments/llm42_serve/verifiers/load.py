@@ -78,10 +78,11 @@ class Limits:
         """Whether each of them has too much to do, so that there is nowhere to go with more."""
         return bool(verifiers) and all(self.excess(v) for v in verifiers)
 
-    def fit_fewer(self, verifiers: Sequence[Work], queue_s: float) -> bool:
-        """Whether all but the last could do the work of all, and more. queue_s: seconds that windows have
-        waited lately."""
-        others = verifiers[:-1]
+    def fit(self, verifiers: Sequence[Work], others: Sequence[Work], queue_s: float) -> bool:
+        """Whether `others`, some of the verifiers, could do the work of all, and more. queue_s: seconds that
+        windows have waited lately."""
+        if not others:
+            return False
         direct, kv = sum(v.direct for v in verifiers), sum(v.kv_used for v in verifiers)
         places, kv_tokens = sum(v.places for v in others), sum(v.kv_tokens for v in others)
         most = REST * self.share

@@ -187,10 +187,11 @@ class Outbox:
             self._timer = None
         if self._open is None:
             return
-        up = self._open[0]
-        due = self.called + up.answer_s
-        if self._waiting:
-            due = min(due, -math.inf if self._urgent else self._since + up.interval_s)
+        up, due = self._open[0], self.called + self._open[0].answer_s
+        with self._lock:
+            if self._waiting:
+                due = min(due, -math.inf if self._urgent else self._since + up.interval_s)
+            self._told = bool(self._waiting)  # what it was told of may have been released meanwhile
         delay_s = due - time.monotonic()
         if delay_s <= 0.0:
             self._answer()

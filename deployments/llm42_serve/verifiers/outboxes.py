@@ -72,6 +72,7 @@ class Outboxes:
             kv_free=load.kv_free,
             waited_s=load.waited_s,
             worked_s=self._verifier.worked_s,
+            replicas=max(1, len(self._boxes)),
         )
 
     def _beside(self, up: Up) -> None:

@@ -31,18 +31,22 @@ class Scaler:
         self.most = max(self.least, self.most)
         self.wanted = self.least
 
-    def look(self, now: float, ready: Sequence[Work], queue_s: float = 0.0, coming: int = 0) -> int:
-        """One look. ready: the verifiers that can answer, of which the last would be given up; queue_s: mean
-        time that windows waited since the last look; coming: wanted verifiers that are not ready and may
-        still be. Returns how many are wanted."""
+    def look(
+        self, now: float, ready: Sequence[Work], left: Sequence[Work], queue_s: float = 0.0, coming: int = 0
+    ) -> int:
+        """One look. ready: the verifiers that can answer; left: those of them that would be left if the last
+        wanted one were given up; queue_s: mean time that windows waited since the last look; coming: wanted
+        verifiers that are starting. Returns how many are wanted."""
+        if coming:  # while one is missing, so is what it would be asked for, and others have its work
+            self._changed, self._high, self._quiet_since = now, 0, None
+            return self.wanted
         high = queue_s > self.limits.queue_s or self.limits.crowded(ready)
         self._high = self._high + 1 if high else 0
-        # while one is missing, so is what it would be asked for
-        if coming or not self.limits.fit_fewer(ready, queue_s):
+        if not self.limits.fit(ready, left, queue_s):
             self._quiet_since = None
         elif self._quiet_since is None:
             self._quiet_since = now
-        if now - self._changed < SETTLE_S or coming:
+        if now - self._changed < SETTLE_S:
             return self.wanted
         if self._high >= LOOKS_UP and self.wanted < self.most:
             self._change(now, 1)

@@ -110,15 +110,17 @@ class Supervisor:
         )
         return Membership(members, self._fingerprint, self._condemned, os.getpid())
 
-    async def condemn(self, name: str, actor_id: str, reason: str) -> None:
+    async def condemn(self, name: str, actor_id: str, reason: str) -> bool:
         """Removes a verifier that was found to be wrong; a new one takes its place after a pause. May be
-        repeated."""
+        repeated. Returns whether it is gone; else it is to be asked again."""
         for number, watched in enumerate(self._watched):
             if watched.name != name:
                 continue
             handle = watched.handle
             if handle is None and number >= self._scaler.wanted:
                 handle = await asyncio.to_thread(_found, name)  # it may still have requests to end
+            elif handle is None:
+                return False  # of a wanted one it is not known yet who bears its name
             if handle is not None and handle._actor_id.hex() == actor_id:
                 log.error("%s is condemned: %s", name, reason)
                 self._condemned += 1
@@ -127,6 +129,7 @@ class Supervisor:
                 pause = CONDEMNED_PAUSE_S * 2 ** (watched.condemned - 1)
                 watched.not_before = time.monotonic() + pause
                 await self._kill(watched, handle)
+        return True
 
     @property
     def _wanted(self) -> list[Watched]:
@@ -259,15 +262,17 @@ class Supervisor:
         for watched in self._wanted:
             status = self._published(watched)
             if status is None or status.state != "ready":
-                coming += status is None or status.state != "mixed"
+                coming += status is None or status.state == "starting"  # others cannot be counted on
                 continue
             before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
             windows += status.windows - before.get("windows", status.windows)
             queue_s += status.queue_s - before.get("queue_s", status.queue_s)
             ready.append(status)
+        last = self._published(self._wanted[-1])
+        left = ready[:-1] if last is not None and last.state == "ready" else ready
         was = self._scaler.wanted
         mean = queue_s / windows if windows > 0 else 0.0
-        wanted = self._scaler.look(time.monotonic(), ready, mean, coming)
+        wanted = self._scaler.look(time.monotonic(), ready, left, mean, coming)
         if wanted != was:
             excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in ready]
             reason = f"mean queue {mean:.2f} s, too much of: {'; '.join(excess)}"
