@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.lib.report import Figure
-from benchmarks.verify_mode.cells import CELLS, TARGETS, loads_of, stage_of
+from benchmarks.verify_mode.cells import CELLS, TARGETS, loads_of, percent_of, stage_of
 
 Round = Mapping[str, Mapping[str, Any]]
 """By lane: what one run found."""
 NO_TARGET_AT = "at_8"
 """Where vLLM may split its attention, rollbacks are only written down."""
+MOSTLY, HARDLY = 0.9, 0.02
+"""Of the prompts' tokens: an engine computes the last block of a prompt anew."""
 UNITS = {"rollbacks": "per 1000 committed tokens"}
 
 
@@ -22,7 +24,8 @@ def figures_of(rows: Mapping[str, Sequence[Round]], cells: Iterable[str] = CELLS
     for cell in cells:
         if stage_of(cell) == "steps":
             continue
-        found |= _rollbacks(cell, rows) if cell.startswith("rollbacks") else _kept(cell, rows)
+        judge = _rollbacks if cell.startswith("rollbacks") else _kept
+        found |= (_prefill_once if cell.startswith("prefill") else judge)(cell, rows)
     return found | _over_pinned(rows)
 
 
@@ -60,6 +63,37 @@ def differing(answers: Round) -> tuple[int, int]:
             by_number.setdefault(str(number), []).append(digest)
     several = [digests for digests in by_number.values() if len(digests) > 1]
     return len(several), sum(len(set(digests)) > 1 for digests in several)
+
+
+def cached_share(run: Mapping[str, Any]) -> float | None:
+    """Of the deterministic requests' prompt tokens, what the engine says it found in its cache."""
+    prompts = run.get("engine_prompts", {"tokens": 0})
+    return round(prompts["cached"] / prompts["tokens"], 4) if prompts["tokens"] else None
+
+
+def wrongly_cached(answers: Round) -> list[str]:
+    """Where `warmed` and `verify` did not differ in the way in which they are to be compared."""
+    shares = {lane: cached_share(answers[lane]) for lane in ("warmed", "verify") if "warmed" in answers}
+    bounds = {"warmed": (MOSTLY, 1.0), "verify": (0.0, HARDLY)}
+    return [
+        f"{lane}: {share} of its prompts were cached" for lane, share in shares.items()
+        if share is not None and not bounds[lane][0] <= share <= bounds[lane][1]
+    ]  # fmt: skip
+
+
+def _prefill_once(cell: str, rows: Mapping[str, Sequence[Round]]) -> dict[str, Figure]:
+    """An upper bound, and what was cached in either lane."""
+    (name,), percent = loads_of(cell), percent_of(cell)
+    rounds = [each for each in rows.get(name, ()) if {"verify", "warmed"} <= each.keys()]
+    found = dict[str, Figure]()
+    if (value := ratio(rounds, "warmed", "verify")) is not None:
+        found[f"prefill_once_gain_{percent}"] = Figure(value, "ratio", TARGETS[cell], "higher")
+    for lane in ("warmed", "verify"):
+        shares = [share for each in rounds if (share := cached_share(each[lane])) is not None]
+        if shares:
+            title = f"prefill_once_cached_{percent}_{lane}"
+            found[title] = Figure(statistics.median(shares), "of prompt tokens", None, "higher")
+    return found
 
 
 def _kept(cell: str, rows: Mapping[str, Sequence[Round]]) -> dict[str, Figure]:

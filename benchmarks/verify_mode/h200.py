@@ -11,8 +11,10 @@ files, an 8B's shape with random weights in bfloat16, or SmolLM2.
 kept_P, auto_kept_P: output tokens/s of a load of which P percent is deterministic, with mode verify pinned or
 auto, over vLLM's with none; requests enter as others end, and what is counted is a window after a ramp
 (loads.py). auto_over_pinned: auto over the better pinned mode. rollbacks_per_1000_*: verify pinned, all
-deterministic, prompts of 20 to 320 tokens and outputs of 64 to 384. best_effort_step_max: the time between
-tokens of best effort through the adapter, over vLLM's, of the worst number of sequences and context.
+deterministic, prompts of 20 to 320 tokens and outputs of 64 to 384. prefill_once_gain_P: what prefilling once
+gains at most at 1024/256: verify with the prompts in vLLM's cache over verify (warmed.py).
+best_effort_step_max: the time between tokens of best effort through the adapter, over vLLM's, of the worst
+number of sequences and context.
 
 All rows of a stage run once, then once again, for as long as they fit into --limit-s; DIR/NAME.json is
 written after each, and DIR/STAGE/SIDE.log has what a side said. Predictions, loads and targets: cells.py.
@@ -51,7 +53,7 @@ from benchmarks.verify_mode.cells import (
     stages,
     steps_of,
 )
-from benchmarks.verify_mode.figures import differing, figures_of, rates, steps_figure
+from benchmarks.verify_mode.figures import differing, figures_of, rates, steps_figure, wrongly_cached
 from benchmarks.verify_mode.options import Options
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from tests.support import write_model
@@ -143,7 +145,7 @@ class VerifyBench(Bench):
             return
         largest = max(rows, key=lambda row: row.load.in_flight)
         load = replace(largest.load, percent=100, ramp_s=0.0, window_s=WARM_S)
-        for lane in dict.fromkeys(("verify", "direct", *largest.lanes)):
+        for lane in dict.fromkeys(("verify", "direct", *(x for x in largest.lanes if x != "warmed"))):
             self.run_lane(lane, replace(largest, load=load), "warm")
         print(f"warm: {self.left_s:.0f} s left", flush=True)
 
@@ -171,6 +173,8 @@ class VerifyBench(Bench):
             if (found := self.run_lane(lane, row, seed)) is not None:
                 answers[lane] = found
         self.compare(row.name, answers)
+        for text in wrongly_cached(answers):
+            self.note(f"{row.name} round {number} {text}")
         self.rows.setdefault(row.name, []).append(answers)
         facts = self.raw["rows"].setdefault(
             row.name, {"load": asdict(row.load), "predicted": told, "seconds": []}

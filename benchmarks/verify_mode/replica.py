@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from ray._private.async_compat import get_new_event_loop  # uvloop, as in an actor
 
@@ -25,7 +25,9 @@ from benchmarks.direct.side import Side
 from benchmarks.verify_mode.engines import Adapted
 from benchmarks.verify_mode.loads import Load, Meter, Wanted, load_of, wanted
 from benchmarks.verify_mode.options import Options, settings_of
+from benchmarks.verify_mode.warmed import Prompts, Watched
 from llm42.checkpoint.description import load_tokenizer
+from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
 from llm42.protocol import Request, RequestStats
 from llm42.session.driver import Generator
@@ -50,21 +52,23 @@ class Seen:
     """Of the deterministic ones that ended."""
     stats: dict[str, int] = field(default_factory=lambda: dict.fromkeys(asdict(RequestStats()), 0))
     """The same, summed."""
-    digests: dict[int, str] = field(default_factory=dict)
-    """Of deterministic answers, by the request's number: equal in every mode."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of deterministic answers, by the request: equal in every mode."""
     running: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
 
-    def ended(self, one: Wanted, tokens: list[int], stats: RequestStats | None) -> None:
-        """One request is over."""
+    def ended(self, name: str, one: Wanted, tokens: list[int], stats: RequestStats | None) -> None:
+        """One request is over. name: what says which answer it has to have."""
         if len(tokens) != one.tokens:
             raise RuntimeError(f"{len(tokens)} tokens of {one.tokens}")
         self.requests[one.deterministic] += 1
         if not one.deterministic:
             return
         self.tokens += len(tokens)
-        self.digests[one.number] = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
-        for name, value in asdict(stats or RequestStats()).items():
-            self.stats[name] += value
+        digest = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+        if self.digests.setdefault(name, digest) != digest:
+            raise RuntimeError(f"{name} has had another answer before")
+        for key, value in asdict(stats or RequestStats()).items():
+            self.stats[key] += value
 
     def found(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -89,6 +93,7 @@ class Replica:
             start_ray(argparse.Namespace(cpu=options.cpu))
             self.pool = self.run(self._pool(settings))  # the verifier starts while the engine does
         self.engine = build_engine(settings)
+        self.watched = Watched(self.engine)
         facts = getattr(self.engine, "facts", {})
         self.vocab = int(facts.get("vocab_size", 0)) or self.engine.model.config.vocab_size  # type: ignore[attr-defined]
         self.ready: dict[str, Any] = {"facts": facts, "engine_s": round(time.monotonic() - began, 1)}
@@ -98,7 +103,7 @@ class Replica:
             self.ready["verifier_s"] = round(time.monotonic() - began, 1)
             self.ready["fingerprint"] = self.pool.fingerprint
             for mode in MODES:
-                parts = (self.engine, tokenizer, settings_of(options, mode), self.pool)
+                parts = (cast(Engine, self.watched), tokenizer, settings_of(options, mode), self.pool)
                 self.generators[mode] = Generator(*parts)
 
     def run(self, what: Coroutine[Any, Any, Any]) -> Any:
@@ -117,13 +122,18 @@ class Replica:
             raise RuntimeError(pool.explain())
 
     async def flow(self, load: Load, mode: str, seed: str) -> dict[str, Any]:
-        """One load in one mode; what still runs at its end is dropped."""
+        """One load in one mode; what still runs at its end is dropped. `warmed` is verify, with deterministic
+        prompts in the engine's cache."""
         assert self.pool is not None
-        generator, before = self.generators[mode], await self._stats()
+        generator, salt = self.generators["verify" if mode == "warmed" else mode], f"{mode}-{seed}"
+        prompts = Prompts(load, seed, self.vocab, mode == "warmed")
+        await asyncio.gather(*(self._warm(generator, prompt, salt) for prompt in prompts.all))
+        before = await self._stats()
+        self.watched.take()
         seen, source = Seen(Meter(load)), wanted(load, seed, self.vocab)
         spent = time.process_time()
         clients = [
-            asyncio.create_task(self._client(generator, source, seen, f"{mode}-{seed}"))
+            asyncio.create_task(self._client(generator, source, seen, salt, prompts))
             for _ in range(load.in_flight)
         ]
         try:
@@ -133,6 +143,7 @@ class Replica:
             found = seen.found() | {"replica_cpu": (time.process_time() - spent) / load.seconds}
             after = await self._stats()
             found["verifier"] = {name: after[name] - before[name] for name in COUNTERS if name in after}
+            found["engine_prompts"] = self.watched.take()
             found["expected"] = generator.ways.expected(self.pool)
         finally:
             for client in clients:
@@ -140,25 +151,35 @@ class Replica:
             await asyncio.gather(*clients, return_exceptions=True)
         return found | {"quiet": await self._quiet()}
 
-    async def _client(self, generator: Generator, source: Iterator[Wanted], seen: Seen, salt: str) -> None:
+    async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
+        self.count += 1
+        request = Request(f"{salt}-{self.count}", prompt, 1, seeded=False, cache_salt=salt)
+        async with aclosing(generator.generate(request)) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def _client(
+        self, generator: Generator, source: Iterator[Wanted], seen: Seen, salt: str, prompts: Prompts
+    ) -> None:
         """One request after the other. The salt: another mode's run of the same prompts finds none of them in
         a cache."""
         while not seen.meter.over:
             one = next(source)
             self.count += 1
             seen.running[one.deterministic] += 1
-            request = Request(
-                f"{salt}-{self.count}", one.prompt, one.tokens, deterministic=one.deterministic, seeded=False,
-                cache_salt=salt,
-            )  # fmt: skip
             tokens, stats = list[int](), None
-            async with aclosing(generator.generate(request)) as deltas:
-                async for delta in deltas:
-                    seen.meter.add(len(delta.token_ids), one.deterministic)
-                    tokens += delta.token_ids
-                    stats = delta.stats or stats
+            with prompts.of(one) as (name, prompt, apart):
+                request = Request(
+                    f"{salt}-{self.count}", prompt, one.tokens, deterministic=one.deterministic, seeded=False,
+                    cache_salt=salt + apart,
+                )  # fmt: skip
+                async with aclosing(generator.generate(request)) as deltas:
+                    async for delta in deltas:
+                        seen.meter.add(len(delta.token_ids), one.deterministic)
+                        tokens += delta.token_ids
+                        stats = delta.stats or stats
             seen.running[one.deterministic] -= 1
-            seen.ended(one, tokens, stats)
+            seen.ended(name, one, tokens, stats)
 
     async def _stats(self) -> dict[str, Any]:
         assert self.pool is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,8 +19,11 @@ from benchmarks.verify_mode.cells import (
     stage_of,
     stages,
 )
-from benchmarks.verify_mode.figures import differing, figures_of, ratio, steps_figure
-from benchmarks.verify_mode.loads import Load, Meter, is_deterministic, wanted
+from benchmarks.verify_mode.figures import differing, figures_of, ratio, steps_figure, wrongly_cached
+from benchmarks.verify_mode.loads import Load, Meter, Wanted, is_deterministic, wanted
+from benchmarks.verify_mode.warmed import Prompts, Watched
+from llm42.engine.base import Engine, EngineOutput, Sink
+from llm42.protocol import Request
 
 LOAD = Load(4, (8, 16), (32,), percent=50, ramp_s=1.0, window_s=2.0)
 
@@ -136,3 +139,64 @@ def test_the_worst_step() -> None:
 
 def test_what_fits() -> None:
     assert fits(10.0, 13.0, 3.0) and not fits(10.0, 12.9, 3.0)
+
+
+def prefilled(verify: float, warmed: float, found: int, of: int = 100) -> dict[str, dict[str, Any]]:
+    """A round of the two lanes; `found` of the warmed one's prompt tokens were cached."""
+    told = {"verify": {"tokens": of, "cached": 1}, "warmed": {"tokens": of, "cached": found}}
+    return {
+        lane: {"tok_s": rate, "engine_prompts": told[lane]}
+        for lane, rate in (("verify", verify), ("warmed", warmed))
+    }
+
+
+def test_the_gain_of_prefilling_once() -> None:
+    (row,) = rows_of(["prefill_once_50"])
+    assert (row.name, row.lanes) == ("50_1024_256", ("verify", "warmed"))
+    found = figures_of({row.name: [prefilled(100, 120, 98), prefilled(50, 55, 97), lanes(verify=70)]})
+    gain = found["prefill_once_gain_50"]
+    assert (gain.value, gain.target) == (1.15, None)
+    assert found["prefill_once_cached_50_warmed"].value == 0.975
+    assert found["prefill_once_cached_50_verify"].value == 0.01
+
+
+def test_it_is_said_where_prompts_were_cached_or_not_as_they_should() -> None:
+    assert not wrongly_cached(prefilled(1, 1, 98)) and not wrongly_cached(lanes(vllm=1, verify=1))
+    assert wrongly_cached(prefilled(1, 1, 30)) == ["warmed: 0.3 of its prompts were cached"]
+    assert wrongly_cached(prefilled(1, 1, 98, of=10)) == [
+        "warmed: 9.8 of its prompts were cached", "verify: 0.1 of its prompts were cached",
+    ]  # fmt: skip
+
+
+def test_prompts_in_the_cache_are_as_many_as_run_and_used_last_first() -> None:
+    load = replace(LOAD, in_flight=8)
+    prompts, one = Prompts(load, "a", 100, True), next(wanted(replace(load, percent=100), "a", 100))
+    assert len(prompts.all) == 4 and prompts.all != Prompts(load, "b", 100, True).all
+    uses = [prompts.of(one) for _ in range(4)]
+    taken = [use.__enter__() for use in uses]
+    assert {prompt for _, prompt, _ in taken} == set(prompts.all)
+    uses[1].__exit__(None, None, None)
+    with prompts.of(one) as again, prompts.of(one) as more:
+        assert again == taken[1] and more[1] in prompts.all
+    best_effort = Wanted(0, (1, 2), 5, False)
+    for mine, which in ((prompts, best_effort), (Prompts(load, "a", 100, False), one)):
+        with mine.of(which) as found:
+            assert found == (str(which.number), which.prompt, "")
+
+
+def test_what_ends_a_salt_is_the_verifiers_alone_and_what_was_cached_is_counted() -> None:
+    class Fake:
+        def submit(self, request: Request, sink: Sink, limit: int) -> None:
+            assert (request.cache_salt, limit) == ("a", 3)
+            for cached in (2, None):
+                sink(EngineOutput(request.request_id, 0, 0, (1,), cached_tokens=cached))
+
+        def alive(self) -> bool:
+            return True
+
+    watched, outputs = Watched(cast(Engine, Fake())), list[EngineOutput]()
+    for deterministic in (True, False):
+        request = Request("r", (1, 2, 3), 3, deterministic=deterministic, cache_salt="a/7")
+        watched.submit(request, outputs.append, 3)
+    assert watched.alive() and len(outputs) == 4
+    assert watched.take() == {"tokens": 3, "cached": 2} and watched.take() == {"tokens": 0, "cached": 0}
