@@ -1,11 +1,13 @@
 """Rollbacks of the whole path on one GPU: vLLM proposes, the verifier with `verifier.affinity: vllm` decides.
 
-python -m benchmarks.affinity.rollbacks [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--out DIR]
+python -m benchmarks.affinity.rollbacks [--path GGUF | --wide LAYERS] [--parts greedy sampled] [--unsplit]
+                                       [--out DIR]
 
 Start the process without cuBLAS workspace (llm42_kernels.cublas.CUBLAS_ENVIRONMENT); vLLM inherits it.
 Every deterministic output is compared with the oracle, the verifier decoding alone. `sampled` is a run at
 temperature 0.8 with the canonical sampler's proposals (engine.vllm.sampled_agreement). A part that is not run
-is taken from the result that is in DIR. --wide: random weights in the shape of Llama 3 8B (hidden size
+is taken from the result that is in DIR. --unsplit: vLLM is told not to split contexts, also in small batches;
+the result's name ends in -unsplit. --wide: random weights in the shape of Llama 3 8B (hidden size
 4,096) with that many layers, random prompts of 256 tokens; the result is h200-affinity-wide.json."""
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from benchmarks.affinity.vllm_outputs import UNSPLIT_ATTENTION
 from benchmarks.lib.random_model import LLAMA_8B, write_random
 from benchmarks.lib.report import RESULTS, Figure, report
 from benchmarks.lib.vllm_setup import prompts_of
@@ -37,10 +40,11 @@ LOADS = {64: 64, 8: 16, 1: 2}
 """Requests at a time -> requests."""
 
 
-def settings_of(path: str, sampled: bool) -> Settings:
+def settings_of(path: str, sampled: bool, unsplit: bool = False) -> Settings:
     """Engine and verifier on one GPU."""
     vllm: dict[str, Any] = {
         "gpu_memory_utilization": 0.4, "sampled_agreement": sampled,
+        "extra_args": {"attention_config": UNSPLIT_ATTENTION} if unsplit else {},
     }  # fmt: skip
     return Settings.load(
         {
@@ -151,11 +155,11 @@ def prompts_for(local: Local, wide: bool) -> list[list[int]]:
     return chat_prompts(local.tokenizer, count)
 
 
-def measure(path: str, sampled: bool, wide: bool = False) -> dict[str, Any]:
+def measure(path: str, sampled: bool, wide: bool = False, unsplit: bool = False) -> dict[str, Any]:
     """Every load; with `sampled`, at temperature 0.8 instead."""
     out: dict[str, Any] = {}
     began = time.perf_counter()
-    with Local(settings_of(path, sampled), progress=lambda s: print(s, flush=True)) as local:
+    with Local(settings_of(path, sampled, unsplit), progress=lambda s: print(s, flush=True)) as local:
         out["start_s"] = time.perf_counter() - began
         print("started", out["start_s"], flush=True)
         prompts = prompts_for(local, wide)
@@ -218,6 +222,7 @@ def main() -> None:
     parser.add_argument("--path", default=Settings().model.path)
     parser.add_argument("--wide", type=int, metavar="LAYERS")
     parser.add_argument("--parts", nargs="+", choices=["greedy", "sampled"], default=["greedy", "sampled"])
+    parser.add_argument("--unsplit", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     missing = {k: v for k, v in CUBLAS_ENVIRONMENT.items() if os.environ.get(k) != v}
@@ -230,10 +235,11 @@ def main() -> None:
         )
         tokenizer = Tokenizer.load(Path(options.path))
         path, name = str(write_random(shape, tokenizer, Path(mkdtemp()) / "wide")), "h200-affinity-wide"
+    name += "-unsplit" if options.unsplit else ""
     file = options.out / f"{name}.json"
     raw: dict[str, Any] = json.loads(file.read_text())["raw"] if file.exists() else {}
     for part in options.parts:
-        raw[part] = measure(path, part == "sampled", bool(options.wide))
+        raw[part] = measure(path, part == "sampled", bool(options.wide), options.unsplit)
         if "greedy" in raw:
             print({k: asdict(f) for k, f in figures(raw).items()}, flush=True)
             report(name, figures(raw), raw, options.out)

@@ -17,22 +17,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llm42.engine.vllm.options import FIXED_COMPILATION, UNSPLIT_ATTENTION
+from llm42.engine.vllm.options import FIXED_COMPILATION
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 os.environ |= {**CUBLAS_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 OUTPUT = 512
+UNSPLIT_ATTENTION = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+"""vLLM's attention_config under which a row's sum over its context does not depend on the batch."""
 KEPT = (0, 17, 40)
 """Sequences whose KV is kept."""
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "service": {"attention_config": UNSPLIT_ATTENTION},
-    "fixed": {
-        "attention_config": UNSPLIT_ATTENTION,
-        "compilation_config": FIXED_COMPILATION,
-    },
+    "service": {},
+    "fixed": {"compilation_config": FIXED_COMPILATION},
+    "unsplit": {"attention_config": UNSPLIT_ATTENTION, "compilation_config": FIXED_COMPILATION},
 }
+"""service, fixed: what `verifier.affinity: vllm` sets for narrow models, and for those wider than 2,048."""
 
 
 def start(directory: Path, **options: Any) -> Any:

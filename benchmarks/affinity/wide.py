@@ -1,6 +1,6 @@
 """Which operator of a wide model (hidden size 4,096, random weights) has other bits in vLLM than in ours.
 
-python -m benchmarks.affinity.wide OUT [--layers 4] [--configurations service fixed]
+python -m benchmarks.affinity.wide OUT [--layers 4] [--configurations service fixed unsplit]
 
 vLLM runs in a process of its own for each configuration (vllm_outputs.py), meanwhile this one compares
 products of the library at many row counts with those at 64 rows, and the norms of a compiled graph with every

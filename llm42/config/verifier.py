@@ -38,8 +38,9 @@ class VerifierSettings(Section):
     """CPU threads. Part of the fingerprint: another number may give other bits."""
     affinity: Literal["none", "vllm"] = "none"
     """Whose bits the canonical ones shall be, so that little is rolled back. vllm: those of vLLM's
-    compiled decode on a Hopper GPU, which then does not split its attention, and runs without cuBLAS
-    workspace as verifiers do; none: the fastest kernels."""
+    compiled decode on a Hopper GPU, which then runs without cuBLAS workspace as verifiers do. Where a few
+    requests are decoded vLLM splits their contexts, and some of their tokens are rolled back. none: the
+    fastest kernels."""
     logits_dtype: Literal["auto", "float32", "activation"] = "auto"
     """activation: logits are rounded to model.dtype before anything else, as vLLM does unless its
     head_dtype is float32. auto: activation with affinity vllm, else float32."""

@@ -17,15 +17,14 @@ from llm42_kernels.rmsnorm import TIMED_BEYOND
 
 log = logging.getLogger(__name__)
 
-UNSPLIT_ATTENTION = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-"""vLLM's attention_config under which a row's sum over its context does not depend on the batch."""
 FIXED_COMPILATION = {
     "inductor_compile_config": {
         "deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False,
     }
 }  # fmt: skip
 """vLLM's compilation_config under which the compiler times no kernels whose order of summation would follow
-from it (combining kernels is decided by time as well, and refused in that mode)."""
+from it (combining kernels is decided by time as well, and refused in that mode). It is the compiler's choice
+of kernels only: no slower step was seen with it (benchmarks/NOTES.md)."""
 MAX_LOGPROBS = 20
 _DRAW = "llm42.engine.vllm.draw:CanonicalDraw"
 
@@ -114,11 +113,11 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
 
 
 def _affinity_arguments(model: str) -> dict[str, Any]:
-    """Under which vLLM's sums have the order that the verifier mirrors."""
+    """Under which vLLM's sums have the order that the verifier mirrors, as far as best effort pays nothing
+    for it: vLLM may split the contexts of a small batch, and what differs there is rolled back."""
     config = config_of(model)
     wide = config is not None and config.hidden_size > TIMED_BEYOND
-    compilation = {"compilation_config": FIXED_COMPILATION} if wide else {}
-    return copy.deepcopy({"attention_config": UNSPLIT_ATTENTION, **compilation})
+    return copy.deepcopy({"compilation_config": FIXED_COMPILATION}) if wide else {}
 
 
 def config_of(model: str) -> ModelConfig | None:
