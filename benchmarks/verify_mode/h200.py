@@ -16,16 +16,18 @@ gains at most at 1024/256: verify with the prompts in vLLM's cache over verify (
 best_effort_step_max: the time between tokens of best effort through the adapter, over vLLM's, of the worst
 number of sequences and context.
 
-All rows of a stage run once, then once again, for as long as they fit into --limit-s; DIR/NAME.json is
-written after each, and DIR/STAGE/SIDE.log has what a side said. Predictions, loads and targets: cells.py.
-Deterministic answers of the modes in a round are compared: equal, or the run has failed. The exit status
-counts what did not work or was left out.
+All rows of a stage run once, then those of --again, for as long as they fit into --limit-s; DIR/NAME.json is
+written after each, and DIR/STAGE/SIDE.log has what a side said. Within --reuse-s, what vLLM found under a
+load stands for the same load with another share of deterministic requests, of which it knows nothing. Predictions, loads and
+targets: cells.py. Deterministic answers of the modes in a round are compared: equal, or the run has failed.
+The exit status counts what did not work or was left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -36,13 +38,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.direct.beside_vllm import SPARE_S, Bench
-from benchmarks.direct.model import add_arguments, model_of
-from benchmarks.lib.report import validate
 from benchmarks.lib.sides import Dead, Process
+from benchmarks.verify_mode.arguments import merge, model_directory, parsed
 from benchmarks.verify_mode.cells import (
     BOOT_S,
-    CELLS,
     KV,
+    LANE_S,
     LONGEST,
     PREDICTED,
     Row,
@@ -54,11 +55,10 @@ from benchmarks.verify_mode.cells import (
     steps_of,
 )
 from benchmarks.verify_mode.figures import differing, figures_of, rates, steps_figure, wrongly_cached
+from benchmarks.verify_mode.loads import Load
 from benchmarks.verify_mode.options import Options
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
-from tests.support import write_model
 
-NAME = "h200-verify-mode"
 CLOSE_S, WARM_S = 20.0, 2.5
 
 
@@ -68,6 +68,8 @@ class VerifyBench(Bench):
     def __init__(self, args: argparse.Namespace, model: str) -> None:
         super().__init__(args)
         self.model, self.rows = model, dict[str, list[dict[str, Any]]]()
+        self.recent = dict[Load, tuple[float, dict[str, Any]]]()
+        """Of vLLM untouched: when it ran such a load, and what was found."""
         self.raw["predicted"] = {name: list(told) for name, told in PREDICTED.items()}
         self.raw |= {"rows": {}, "stages": {}, "answers": {"compared": 0, "differ": 0}}
 
@@ -85,7 +87,7 @@ class VerifyBench(Bench):
                 self.steps()
             else:
                 self.warm(rows)
-                self.turns(rows)
+                self.turns(rows, [cell for cell in self.args.again or cells if cell in cells])
         finally:
             self.end()
 
@@ -149,18 +151,25 @@ class VerifyBench(Bench):
             self.run_lane(lane, replace(largest, load=load), "warm")
         print(f"warm: {self.left_s:.0f} s left", flush=True)
 
-    def turns(self, rows: list[Row]) -> None:
-        """All rows, round after round, while they fit."""
+    def turns(self, rows: list[Row], again: list[str]) -> None:
+        """All rows, then those of the cells to be run again, round after round, while they fit."""
         done = 0
         for number in range(self.args.rounds):
-            for row in rows:
-                if not self.sides or not fits(row.round_s, self.left_s, SPARE_S):
-                    if not number:
-                        self.note(f"{row.name}: left out, {row.round_s:.0f} s needed, {self.left_s:.0f} left")
-                    continue
-                self.row(row, number)
-                done += 1
-        print(f"{done} of {self.args.rounds * len(rows)} turns", flush=True)
+            for row in rows_of(again, self.args.cpu) if number else rows:
+                needed = row.round_s - (LANE_S + row.load.seconds) * (self.known(row) is not None)
+                if self.sides and fits(needed, self.left_s, SPARE_S):
+                    self.row(row, number)
+                    done += 1
+                elif not number:
+                    self.note(f"{row.name}: left out, {needed:.0f} s needed, {self.left_s:.0f} left")
+        print(f"{done} turns of {len(rows)} rows", flush=True)
+
+    def known(self, row: Row) -> dict[str, Any] | None:
+        """What vLLM untouched has found a short while ago. It knows no deterministic requests: the share of
+        them is nothing to it."""
+        at, found = self.recent.get(replace(row.load, percent=0), (-math.inf, None))
+        age = time.monotonic() - at
+        return None if found is None or age > self.args.reuse_s else found | {"reused_after_s": round(age, 1)}
 
     def row(self, row: Row, number: int) -> None:
         """One round: the lanes one after the other, another one first each time."""
@@ -170,8 +179,12 @@ class VerifyBench(Bench):
         seed, began = f"{row.name}.{number}", time.monotonic()
         answers = {}
         for lane in (*row.lanes[first:], *row.lanes[:first]):
-            if (found := self.run_lane(lane, row, seed)) is not None:
+            known = self.known(row) if lane == "vllm" else None
+            found = known or self.run_lane(lane, row, seed)
+            if found is not None:
                 answers[lane] = found
+            if lane == "vllm" and found is not None and not known:
+                self.recent[replace(row.load, percent=0)] = time.monotonic(), found
         self.compare(row.name, answers)
         for text in wrongly_cached(answers):
             self.note(f"{row.name} round {number} {text}")
@@ -238,58 +251,16 @@ def _environment(kind: str, options: Options) -> dict[str, str]:
     return plain | (CUBLAS_ENVIRONMENT if alike else {})
 
 
-def merge(out: Path, name: str, files: list[Path]) -> Path:
-    """The first file's document with the others' figures and parts; a later one's figure stands."""
-    documents = [json.loads(file.read_text()) for file in files]
-    merged = documents[0] | {
-        "command": "; ".join(d["command"] for d in documents),
-        "figures": {key: f for d in documents for key, f in d["figures"].items()},
-        "raw": {"parts": [d["raw"] for d in documents]},
-    }
-    validate(merged)
-    path = out / f"{name}.json"
-    path.write_text(json.dumps(merged, indent=1) + "\n")
-    return path
-
-
-def parsed() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--name", default=NAME)
-    parser.add_argument("--limit-s", type=float, default=560.0, help="of the whole run")
-    parser.add_argument("--boot-s", type=float, default=280.0, help="who is not ready then is left out")
-    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="in this order")
-    parser.add_argument("--rounds", type=int, default=2, help="of each load; steps have five")
-    parser.add_argument("--affinity", choices=["vllm", "none"], default="vllm", help="of the verifier")
-    parser.add_argument("--batched-tokens", type=int, help="in a step of our vLLM, instead of the service's")
-    parser.add_argument("--engine", choices=["vllm", "torch"], help="ours; by default vllm, with --cpu torch")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="only joins results")
-    add_arguments(parser)
-    args = parser.parse_args()
-    args.engine = args.engine or ("torch" if args.cpu else "vllm")
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.out = args.out.resolve()
-    return args
-
-
-def _model(args: argparse.Namespace) -> str:
-    """Its directory; empty for SmolLM2 alone. vLLM for CPUs has no attention for the usual tiny one."""
-    if args.cpu and args.engine == "vllm":
-        return str(write_model(Path(args.scratch or args.out) / "tiny-64", head_dim=64, positions=4096))
-    return "" if stages(args.cells) == ["smollm2"] and not args.cpu else model_of(args)[0]
-
-
 def main() -> None:
     """Runs the stages in the order of their cells."""
-    args = parsed()
+    args = parsed(__doc__)
     if args.merge:
         print(merge(args.out, args.name, args.merge))
         return
     print(f"about {estimate_s(args.cells, args.rounds, args.cpu):.0f} s of {args.limit_s:.0f}", flush=True)
     stop: Callable[..., None] = lambda *_: sys.exit(1)  # noqa: E731 (so that the sides are ended)
     signal.signal(signal.SIGTERM, stop)
-    bench, began = VerifyBench(args, _model(args)), time.monotonic()
+    bench, began = VerifyBench(args, model_directory(args)), time.monotonic()
     try:
         for stage in stages(args.cells):
             bench.stage(stage, [cell for cell in args.cells if stage_of(cell) == stage])
