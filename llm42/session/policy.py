@@ -22,8 +22,9 @@ deterministic requests are a small part of a round, so more would leave them in 
 FULL = 0.9
 """Share of a verifier's places that may be in use for one more to go there."""
 COMES, STAYS = 0.5, 0.7
-"""Of places and KV the same for best effort that comes and that is there: no deterministic request is refused
-because of it (verifier.target_load)."""
+"""Of places and KV the same for best effort. It comes if all of it takes no more than the one, and stays up to
+the other: no deterministic request is refused because of it (verifier.target_load). Nor is one that comes
+refused because others are on their way: half of them there is worst."""
 WAIT_STEPS, WAIT_DEADLINES, WAIT_PROMPTS = 32, 4, 4
 """Who is decoded directly and gets no token goes another way after so many steps, commit deadlines and, at
 its beginning, times that all prompts would take."""
@@ -67,10 +68,9 @@ def has_room_for_all(typical: Progress, load: Load) -> bool:
 def choose_best_effort(request: Progress, load: Load) -> Way:
     """For a best-effort request: direct, if a verifier is to decode it; verify: the fast path keeps it, or
     gets it back."""
-    full = STAYS if request.way == "direct" else COMES
     if not load.is_known or not load.moves or not load.deterministic or load.rounds is None:
         return "verify"
-    if not has_room(request, load, full, (1.0 - full)):
+    if not has_room(request, load, STAYS, 1.0 - STAYS):
         return "verify"
     if request.way == "direct":
         return "direct"

@@ -12,6 +12,8 @@ from llm42.session.load import LEAST_LEFT, Plan, Rounds
 SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
+RESTED_S = 1.0
+"""Where nobody has asked for so long, nothing was in progress."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
 MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
@@ -116,9 +118,11 @@ class Standing:
     def next(self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool) -> Plan | None:
         """The plan from now on. count: requests in progress. rounds: what the model expects; None: too little
         is known, or nobody asks. room: whether verifiers have room for best effort."""
-        passed_s, mark = min(1.0, now - self._now.at), self._now
-        self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
+        passed_s, mark = now - self._now.at, self._now
+        self._now = Mark(now, done.tokens, mark.busy + count * min(RESTED_S, passed_s), done.ended)
         self._mean += (count - self._mean) * min(1.0, passed_s / MEAN_S)
+        if passed_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
+            self._since, self._from = self._now, None
         if rounds is None:
             return self.plan
         expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}

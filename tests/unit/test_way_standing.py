@@ -134,3 +134,32 @@ def test_a_plan_stands_while_nobody_asks() -> None:
 
 def test_nothing_is_planned_where_nothing_is_known() -> None:
     assert Standing().next(1.0, 3, Done(), None, True) is None
+
+
+def test_a_burst_is_not_measured_from_its_beginning() -> None:
+    """Bursts of ten seconds with pauses: each begins with prompts, so that its first rounds are long. What is
+    measured of them must not turn plans about."""
+    replica = Replica(truth(0.020, 0.010), Rounds(0.020, 0.010, 0.03))
+    for _ in range(10):
+        replica.truth = truth(0.050, 0.050)
+        replica.run(2.5)
+        replica.truth = truth(0.020, 0.010)
+        replica.run(7.5)
+        replica.now += 20.0
+    assert replica.run(1.0) == "direct"
+    assert "verify" not in replica.stood
+
+
+def test_control_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "RESTED_S", 1e9)
+    monkeypatch.setattr(standing, "SETTLE_S", 0.1)
+    monkeypatch.setattr(standing, "MEASURE_S", 1.0)
+    replica = Replica(truth(0.020, 0.010), Rounds(0.020, 0.010, 0.03))
+    replica.count = 1
+    for _ in range(20):
+        replica.truth = truth(0.050, 0.050)
+        replica.run(2.5)
+        replica.truth = truth(0.020, 0.010)
+        replica.run(7.5)
+        replica.now += 20.0
+    assert "verify" in replica.stood
