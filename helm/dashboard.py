@@ -117,6 +117,13 @@ DETERMINISM = (
           " verifier), and candidates that were thrown away.", "short",
           ((rate("committed_tokens", "model, way"), "{{model}} committed/s {{way}}"),
            (rate("rolled_back_tokens", "model"), "{{model}} rolled back/s"))),
+    Panel("Ways, measured and expected", "Committed tokens of all ways, and what the model of session.mode"
+          " auto expects of each if all deterministic requests took it.", "short",
+          ((rate("committed_tokens", "model"), "{{model}} committed/s"),
+           (f"sum by (model, way) (ray_llm42_way_expected_tokens_per_second{APP})",
+            "{{model}} expected/s {{way}}"),
+           (rate("way_changes", "model, way"), "{{model}} changes/s to {{way}}"),
+           (rate("moved_tokens", "model"), "{{model}} moved/s"))),
     Panel("Wasted share of candidates", "Candidates thrown away, of all that the fast path proposed.",
           "percentunit",
           ((ratio(rate("rolled_back_tokens", "model"), rate("candidate_tokens", "model")), "{{model}}"),)),

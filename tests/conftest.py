@@ -100,10 +100,11 @@ def free_port() -> int:
 
 SERVED = {
     "engine": {"threads": 1, "corrupt_share": 0.05},
+    "session": {"mode": "verify"},
     "server": {"fastpath_replicas": 2, "max_queued": 64},
 }
 """How tests serve a model: replicas make 5 % of their candidates wrong, so that every run has rollbacks to
-survive."""
+survive. session.mode auto would choose by times, which are a machine's own."""
 
 
 @pytest.fixture(scope="session")
@@ -140,6 +141,7 @@ def cluster_settings(tiny: Lab) -> Settings:
         "model": {"path": tiny.settings.model.path, "name": "tiny", "max_model_len": 4096},
         "engine": SERVED["engine"],
         "verifier": {"certificate_dir": tiny.settings.verifier.certificate_dir},
+        "session": SERVED["session"],
         "server": SERVED["server"] | {"port": free_port()},
     }
     return absolute(Settings.load(tree))

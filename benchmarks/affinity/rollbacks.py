@@ -51,6 +51,7 @@ def settings_of(path: str, sampled: bool, unsplit: bool = False) -> Settings:
             "model": {"path": path, "device": "cuda"},
             "engine": {"kind": "vllm", "vllm": vllm},
             "verifier": {"affinity": "vllm", "certificate_dir": None},
+            "session": {"mode": "verify"},
         }
     )
 

@@ -78,7 +78,8 @@ class Cell:
         return f"{name}_{above}_over_{below}", None
 
 
-def _step(name: str, count: int, context: int = CONTEXT, target: float = 1.05) -> Cell:
+def step_cell(name: str, count: int, context: int = CONTEXT, target: float = 1.05) -> Cell:
+    """The time between tokens of so many requests, each after so many tokens of context."""
     step_s = 0.005 + 3.4e-5 * count * context / CONTEXT
     new = 0 if context == CONTEXT and count <= WARM_STEPS else count * context
     brief = {"do": "brief", "count": count, "context": context}
@@ -116,7 +117,7 @@ def _arrivals(seconds: float, count: int) -> Cell:
 def cells_of(short: bool = False) -> dict[str, Cell]:
     """The most important first. short: of few requests, to try the script."""
     part = 8 if short else 1
-    cells = [_step(f"step_{count}", count) for count in STEPS]
+    cells = [step_cell(f"step_{count}", count) for count in STEPS]
     cells += [
         _load("load_256_256", 512 // part, 256, 256),
         _load("load_1024_256", 384 // part, 1024, 256),
@@ -128,8 +129,8 @@ def cells_of(short: bool = False) -> dict[str, Cell]:
         _prefill("prefill_1k_alone", 16 // part, 1024, 1),
         _prefill("prefill_4k_alone", 8 // part, 4096, 1),
         _arrivals(25.0 / part, 512 // part),
-        _step("step_1_32k", 1, LONG_CONTEXT, 1.1),
-        _step("step_8_32k", 8, LONG_CONTEXT, 1.1),
+        step_cell("step_1_32k", 1, LONG_CONTEXT, 1.1),
+        step_cell("step_8_32k", 8, LONG_CONTEXT, 1.1),
     ]
     return {cell.name: cell for cell in cells}
 

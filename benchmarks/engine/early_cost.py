@@ -148,7 +148,13 @@ def vllm_settings(directory: str, share: float) -> Any:
             "kind": "vllm",
             "vllm": {"gpu_memory_utilization": share, "max_num_seqs": 256, "extra_args": extra},
         },
-        "session": {"min_window": 31, "start_window": 31, "max_window": 63, "commit_deadline_s": 5.0},
+        "session": {
+            "mode": "verify",
+            "min_window": 31,
+            "start_window": 31,
+            "max_window": 63,
+            "commit_deadline_s": 5.0,
+        },
     }
     return Settings.load(tree)
 

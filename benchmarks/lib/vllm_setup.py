@@ -47,7 +47,7 @@ def settings_of(args: argparse.Namespace, sampled_agreement: bool = False) -> Se
         extra["kv_cache_memory_bytes"] = CPU_KV_BYTES
     model = {"path": path, "device": args.device, "max_model_len": args.max_model_len}
     engine = {"kind": "vllm", "vllm": vllm | {"extra_args": extra}}
-    return Settings.load({"model": model, "engine": engine})
+    return Settings.load({"model": model, "engine": engine, "session": {"mode": "verify"}})
 
 
 def _random_8b() -> str:

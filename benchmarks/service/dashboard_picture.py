@@ -49,6 +49,7 @@ def settings() -> Settings:
             {
                 "engine": {"threads": 1, "corrupt_share": CORRUPT_SHARE},
                 "verifier": {"audit_share": 0.1},
+                "session": {"mode": "verify"},
                 "server": {"port": port, "fastpath_replicas": 2},
             }
         )

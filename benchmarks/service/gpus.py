@@ -81,6 +81,7 @@ def settings_of(args: argparse.Namespace, path: str, layout: str) -> Settings:
         "model": {"path": path, "name": "m", "device": args.device, "max_model_len": length},
         "engine": engine,
         "verifier": verifier,
+        "session": {"mode": "verify"},
         "server": {
             "port": free_port(), "fastpath_replicas": replicas, "verifiers": verifiers,
             "ingress_replicas": args.ingresses, "max_queued": 4 * args.concurrent,

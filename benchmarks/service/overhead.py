@@ -45,6 +45,7 @@ def settings_for(directory: Path) -> Settings:
         "model": {"path": str(directory), "name": "tiny", "max_model_len": 768},
         "engine": {"threads": 1, "kv_tokens": 32768, "max_batch": 64},
         "verifier": {"certificate_dir": str(directory), "kv_tokens": 16384, "audit_share": 0.0},
+        "session": {"mode": "verify"},
         "server": {"port": free_port(), "stream_interval_s": 0.0},
     }
     return Settings.load(tree)

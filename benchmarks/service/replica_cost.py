@@ -126,6 +126,9 @@ class Steps:
     def release(self, request_id: str) -> None:
         """Nothing is held."""
 
+    def load(self, request: object) -> None:
+        """Nothing is known of how busy it is."""
+
     def progressed_s(self, request_id: str) -> float:
         """It always goes on."""
         return 0.0

@@ -71,6 +71,11 @@ class Up:
     """Of the windows: a later one has a higher mark, a repeated one the same."""
     answer_s: float = math.inf
     """When it is to be answered at the latest, after so many seconds, though nothing is there."""
+    stops: tuple[tuple[str, int], ...] = ()
+    """Requests that need no more tokens for now, and the mark of the window that they came of."""
+    worked_s: float = -1.0
+    """For how many seconds an engine has computed so far that shares the verifier's device; below 0: none
+    does."""
 
 
 @across_releases
@@ -90,6 +95,16 @@ class Down:
     """Of the window that each commit belongs to, and then each failure; 0: of none that is known."""
     progressed_s: float = math.inf
     """How many seconds ago the verifier completed a step, of whatever requests."""
+    direct: int = -1
+    """Requests that it decodes by itself, whoever they are of; below 0: nothing is said of its load."""
+    kv_free: int = 0
+    """KV that is free or can be evicted, in tokens."""
+    waited_s: float = 0.0
+    """How long windows have waited of late."""
+    worked_s: float = 0.0
+    """For how many seconds it has computed so far."""
+    replicas: int = 1
+    """Those that have called of late, this one too."""
 
 
 def pack(commits: Sequence[Commit]) -> Packed:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from llm42.errors import LLM42Error
 from llm42.host.direct import open_url
-from llm42.telemetry.metrics import MODES
+from llm42.telemetry.metrics import MODES, WAYS
 
 WINDOW_S = 30.0
 """Rates are over the last so many seconds."""
@@ -147,6 +147,7 @@ def _determinism(seen: Interval) -> list[tuple[str, str]]:
         ("rollbacks", seen.rate("rollbacks")),
         ("tokens committed", seen.rate("committed_tokens")),
         ("  decoded directly", seen.rate("committed_tokens", way="direct")),
+        *_ways(seen),
         ("tokens rolled back", seen.rate("rolled_back_tokens")),
         ("candidates wasted", seen.share("rolled_back_tokens", "candidate_tokens")),
         ("windows", seen.rate("windows")),
@@ -154,6 +155,18 @@ def _determinism(seen: Interval) -> list[tuple[str, str]]:
         ("audit mismatches", f"{seen.now.total('audit_mismatches_total'):,.0f}"),
         ("fingerprint", ", ".join(seen.now.values("fingerprint_info", "fingerprint")) or "-"),
     ]
+
+
+def _ways(seen: Interval) -> list[tuple[str, str]]:
+    """What session.mode auto expects of each way; empty where it does not say."""
+    name, rows = "way_expected_tokens_per_second", list[tuple[str, str]]()
+    for way in WAYS:
+        if expected := seen.now.total(name, way=way):
+            rows.append((f"  expected, all {way}", f"{expected:,.1f}/s"))
+    for label, count in (("changes of way", "way_changes"), ("best effort moved", "moved_tokens")):
+        if seen.now.total(f"{count}_total"):
+            rows.append((label, seen.rate(count)))
+    return rows
 
 
 def _latency(seen: Interval) -> list[tuple[str, str]]:

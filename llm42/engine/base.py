@@ -8,6 +8,7 @@ from typing import Protocol
 
 from llm42.errors import RequestRejected
 from llm42.protocol import FinishReason, Request, TokenLogprob
+from llm42.step_times import StepTimes
 
 
 @dataclass(slots=True)  # not frozen: one is made per token, and a frozen one costs three times as much
@@ -86,6 +87,11 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool:
         """Whether the engine's loop runs."""
+        ...
+
+    @property
+    def times(self) -> StepTimes:
+        """How long its steps take, by the requests that they decode."""
         ...
 
 

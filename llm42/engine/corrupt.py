@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from llm42.engine.base import Engine, EngineOutput, Sink
 from llm42.protocol import Request
+from llm42.step_times import StepTimes
 
 
 class CorruptingEngine:
@@ -29,6 +30,11 @@ class CorruptingEngine:
     def alive(self) -> bool:
         """Whether the engine's loop runs."""
         return self.engine.alive
+
+    @property
+    def times(self) -> StepTimes:
+        """The engine's own."""
+        return self.engine.times
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request; the sink hears wrong candidates."""

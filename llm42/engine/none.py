@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from llm42.engine.base import EngineLoad, Sink
 from llm42.protocol import Request
+from llm42.step_times import StepTimes
 
 
 class NoEngine:
@@ -30,6 +31,11 @@ class NoEngine:
     def load(self) -> EngineLoad:
         """Zeros."""
         return EngineLoad(0, 0, 0, 0)
+
+    @property
+    def times(self) -> StepTimes:
+        """None were measured."""
+        return StepTimes()
 
     def close(self) -> None:
         """There is nothing to end."""

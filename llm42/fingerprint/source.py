@@ -22,12 +22,14 @@ _STARTS = "starts, places, counts and ends processes; what they compute is elsew
 _ASKS = "a command: what it asks is in its options, what it prints was computed elsewhere"
 _TELLS = "tells what happened; a request and its output pass it unchanged, or not at all"
 _COMPARES = "compares stored answers with the verifier's; its findings are no output"
+_CHOOSES = "says which way a token is come to, which may be any"
 _REFUSES = "decides whether and when a request is answered, not how"
 
 NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/__init__.py": "the version's number",
     "llm42/__main__.py": _ASKS,
     "llm42/errors.py": _REFUSES,
+    "llm42/step_times.py": _CHOOSES,
     "llm42/audit/*": _COMPARES,
     "llm42/cli/*": _ASKS,
     "llm42/config/*": "the values of the settings that count are in the manifest",
@@ -39,6 +41,10 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/host/direct.py": _STARTS,
     "llm42/local/affinity*.py": _COMPARES,
     "llm42/local/demo*.py": _COMPARES,
+    "llm42/session/policy.py": _CHOOSES,
+    "llm42/session/promises.py": _CHOOSES,
+    "llm42/session/standing.py": _CHOOSES,
+    "llm42/session/ways.py": _CHOOSES,
     "llm42/api/audit_*.py": _COMPARES,
     "llm42/api/docs_page.py": "a page for people",
     "llm42/api/errors.py": "what is said instead of an output",

@@ -20,7 +20,7 @@ from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VerificationFailed
 from llm42.local.affinity_loads import Load, answers, loads_of
 from llm42.local.affinity_trace import OperatorDifference, first_difference
-from llm42.local.assembly import Local, Progress, require_fast_path
+from llm42.local.assembly import Local, Progress, require_fast_path, verified
 from llm42.protocol import Failure, SamplingParams, Window
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
@@ -126,6 +126,7 @@ def measure_affinity(
     where this process can see them. requests: of a load; None: twice what it has at a time. concurrent: how
     many at a time; none: what suits the device. Raises LLM42Error."""
     require_fast_path(settings)
+    settings = verified(settings)  # or a verifier might be compared with itself
     loads = loads_of(settings, concurrent, requests)
     with Local(settings, progress=progress) as local:
         report = AffinityReport(settings.engine.kind, local.verifier.fingerprint, [])
@@ -138,10 +139,8 @@ def measure_affinity(
             found = asyncio.run(compare_outputs(local.verifier, prompts, tokens, logprobs))
             report.loads.append((load, found))
             if load is loads[0]:
-                sequence, begin = (
-                    (*prompts[0], *tokens[0])[: len(prompts[0]) + TRACED_TOKENS],
-                    len(prompts[0]),
-                )
+                begin = len(prompts[0])
+                sequence = (*prompts[0], *tokens[0])[: begin + TRACED_TOKENS]
         engine = local.engine
         if not isinstance(engine, TorchEngine) or settings.model.device != "cpu":
             report.note = "operators are compared where both sides run in this process on CPU"

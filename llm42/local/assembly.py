@@ -135,6 +135,12 @@ def require_fast_path(settings: Settings) -> None:
         )
 
 
+def verified(settings: Settings) -> Settings:
+    """The same with session.mode verify: the fast path decodes, and no best effort is moved."""
+    session = settings.session.model_copy(update={"mode": "verify"})
+    return settings.model_copy(update={"session": session})
+
+
 def _certified(
     settings: Settings, model: LoadedModel, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[Certificate, Verifier]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm42.config import Settings
-from llm42.local.assembly import Local, Output, output_of, require_fast_path
+from llm42.local.assembly import Local, Output, output_of, require_fast_path, verified
 from llm42.local.demo_products import batch_dependent
 from llm42.protocol import Request, SamplingParams
 from llm42.verifier.certify.certificate import Certificate
@@ -194,10 +194,11 @@ def run_demo(
     temperature: float = 0.0,
     progress: Progress = lambda _what, _done: None,
 ) -> DemoResult:
-    """Loads, certifies, runs both modes with the configured engine, on the configured device. Raises
-    LLM42Error."""
+    """Loads, certifies, runs both modes with the configured engine, on the configured device; session.mode is
+    verify, so that there are windows and rollbacks to be seen. Raises LLM42Error."""
 
     require_fast_path(settings)
+    settings = verified(settings)
 
     def products(certificate: Certificate) -> Operators | None:
         return batch_dependent(cpu_operators()) if _needs_stand_in(settings, certificate) else None

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Delta, Failure, Request, Window
+from llm42.step_times import VerifierLoad
 
 Sink = Callable[[Commit | Failure | LLM42Error], None]
 """Who follows a request. May be called from any thread; must not block or raise."""
@@ -43,6 +44,26 @@ class VerifierClient(Protocol):
     def progressed_s(self, request_id: str) -> float:
         """How many seconds ago the verifier that has the request is known to have completed a step, of
         whatever requests: one that works on others has not failed this one. Infinity where nobody has it."""
+        ...
+
+    def stop(self, request_id: str) -> None:
+        """A request that is followed needs no more tokens for now: none comes. Windows of it may, which find
+        what it has computed. Returns at once, never raises."""
+        ...
+
+    @property
+    def worked_s(self) -> float:
+        """For how many seconds verifiers have computed so far, on average. May be read from any thread."""
+        ...
+
+    def beside(self, worked_s: Callable[[], float]) -> None:
+        """Tells verifiers for how many seconds an engine has computed so far that shares their device: their
+        own steps took longer meanwhile."""
+        ...
+
+    def load(self, request: Request | None) -> VerifierLoad | None:
+        """How busy the verifier is that has the request, or else the one that would get it; None: not known.
+        It is what was told last."""
         ...
 
     def release(self, request_id: str) -> None:

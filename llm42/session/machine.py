@@ -6,8 +6,9 @@ Events go in (`candidates`, `commit`), actions come out. `committed` begins with
 emitted. Which window is sent when depends on timing; what a window's answer is does not, so the output is a
 function of the request and the verifier's fingerprint.
 
-In mode direct one window without candidates is all that is sent: under its credit the verifier goes on by
-itself, in many commits. Of these each position is taken once and in order, however they come.
+In the way called direct one window is all that is sent: under its credit the verifier goes on by itself, in
+many commits. Of these each position is taken once and in order, however they come. `turn` changes the way;
+what is committed stands.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.session.actions import Action, Emit, Extend, Renew, Resend, Rollback
+from llm42.session.load import Way
 
 
 @dataclass(slots=True)
@@ -33,14 +35,18 @@ class Session:
     """Candidates after `committed` that wait for verification (the window in flight included)."""
     epoch: int = 0
     in_flight: Window | None = None
-    """The window whose answer is awaited; in mode direct the one that the verifier goes on after."""
+    """The window whose answer is awaited; in the way direct the one that the verifier goes on after."""
     finish: FinishReason | None = None
     target: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
+    way: Way = field(init=False)
+    """Whether candidates of a fast path are verified, or the verifier decodes and no fast path does."""
     credit: int = field(init=False)
     """What windows carry; 0: each has one commit."""
     until: int = 0
     """Up to which length of prompt and output the verifier may go on; 0: no window had credit."""
+    dropped: int = 0
+    """Candidates thrown away because the way changed: they are among `stats.rolled_back_tokens`."""
     _gap_at: int = -1
     """Length of the output at which a commit was last found missing."""
     _fast: int = 0
@@ -49,6 +55,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.target = self.settings.start_window
+        self.way = "direct" if self.settings.mode == "direct" else "verify"
         self.credit = self.settings.credit if self.direct else 0
         self.committed = list(self.request.output)
         self._fast = len(self.committed)
@@ -56,7 +63,21 @@ class Session:
     @property
     def direct(self) -> bool:
         """Whether the verifier decodes, and no fast path."""
-        return self.settings.mode == "direct"
+        return self.way == "direct"
+
+    def turn(self, way: Way) -> None:
+        """Goes on in the other way behind what is committed; from verify to direct only while no window is in
+        flight. Who goes direct takes its candidates along in one window. Whoever verifies begins with a fast
+        path that has nothing but `committed`, in epoch 0; what is still under way of the ways before must not
+        be given to the session any more."""
+        assert way != self.way and (self.direct or self.in_flight is None)
+        self.way, self.credit = way, self.settings.credit if way == "direct" else 0
+        self.in_flight, self.until, self._gap_at = None, 0, -1
+        kept = self._window_length()[0] if self.direct else 0
+        self.dropped += len(self.proposed) - kept
+        self.stats.rolled_back_tokens += len(self.proposed) - kept
+        del self.proposed[kept:]
+        self.epoch, self._fast = 0, len(self.committed)
 
     @property
     def done(self) -> bool:
@@ -88,7 +109,7 @@ class Session:
         """The window to send now, or None; the caller must send what it gets."""
         if self.in_flight or self.finish:
             return None
-        length = 0
+        length = len(self.proposed)
         if not self.direct:
             length, closed = self._window_length()
             if not length or not (length >= self.target or closed or self._is_late(now)):
@@ -145,13 +166,14 @@ class Session:
         window, begin = self.in_flight, commit.base - len(self.request.prompt)
         answers = window is not None and commit.base == len(window.tokens)
         if commit.request_id != self.request.request_id or begin < 0 or not (answers or self.until):
-            raise ValueError(
-                f"commit for {commit.request_id}@{commit.base} does not answer this session's window"
-            )
+            name = f"{commit.request_id}@{commit.base}"
+            raise ValueError(f"commit for {name} does not answer this session's window")
         if begin > len(self.committed):
             return self._missing()
         known = self.committed[begin:]
-        given = window.candidates if window is not None and answers else tuple(known)
+        # of a window before, the commit itself says which candidates stand
+        given = tuple(x.token for x in commit.logprobs[: max(0, commit.accepted)])
+        given = window.candidates if window is not None and answers else given
         fresh = self._fresh(commit, given, known)
         if answers and not self.direct:
             self.in_flight = None
@@ -161,10 +183,9 @@ class Session:
         emit = self._append(fresh, commit.logprobs[stood:])
         decoded_from = commit.accepted + 1 if given else 0
         self.stats.direct_tokens += max(0, stood + len(emit.tokens) - max(stood, decoded_from))
-        if self.direct:
-            actions = [emit, *self._renewals()]
-        else:
-            actions = [emit, self._follow(emit.tokens, answers and commit.accepted < len(given))]
+        refused = answers and stood <= commit.accepted < len(given)
+        follow = self._follow(emit.tokens, refused)
+        actions: list[Action] = [emit, *(self._renewals() if self.direct else [follow])]
         if answers and not self.direct:
             self._adapt(commit, len(given))
         return actions[:1] if self.finish else actions

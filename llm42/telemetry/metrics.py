@@ -185,6 +185,16 @@ VERIFY_SECONDS = _define(
 VERIFY_QUEUE_SECONDS = _define(
     _R, _H, "verify_queue_seconds", "seconds", "Time a window waited in its verifier", buckets=_LATENCY
 )
+WAY_CHANGES = _define(
+    _R, _C, "way_changes", "requests", "Requests in progress that went over to this way", WAY
+)
+WAY_EXPECTED = _define(
+    _R, _G, "way_expected_tokens_per_second", "tokens/s",
+    "What the deterministic requests would get together in each way, by the model of session.mode auto", WAY,
+)  # fmt: skip
+MOVED_TOKENS = _define(
+    _R, _C, "moved_tokens", "tokens", "Best-effort tokens that a verifier decoded beside its own"
+)
 VERIFY_RETRIES = _define(_R, _C, "verify_retries", "calls", "Verify calls that had to be repeated")
 AUDITS = _define(_R, _C, "audits", "windows", "Windows computed a second time to compare the bits")
 AUDIT_MISMATCHES = _define(_R, _C, "audit_mismatches", "windows", "Audited windows with another answer")

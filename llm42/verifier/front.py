@@ -16,7 +16,8 @@ from typing import Self
 
 from llm42.cache import BlockPool
 from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
-from llm42.protocol import Window
+from llm42.protocol import Request, Window
+from llm42.step_times import Fading, StepTimes, VerifierLoad
 from llm42.verifier.followers import Followers
 from llm42.verifier.jobs import Answer, Follower, Job, Sink, VerifierStats
 from llm42.verifier.kv_store import KVStore
@@ -47,11 +48,23 @@ class Front(ABC):
         self._working_since: float | None = None
         self._in_use = 0
         """Blocks that not only idle requests held, when that was last counted."""
+        self._counted_at = -math.inf
         self._settled = -math.inf
         """When a step was last completed."""
+        self._decode_times = StepTimes()
+        self._window_times = StepTimes()
+        self._step_s = 0.0
+        """Of all steps."""
+        self._waited = Fading()
+        """How long windows have waited."""
 
     max_len: int
     vocab_size: int
+
+    @property
+    @abstractmethod
+    def places(self) -> int:
+        """Rows of the largest step: as many requests can be decoded in each."""
 
     @abstractmethod
     def _loop(self) -> None:
@@ -83,8 +96,8 @@ class Front(ABC):
 
     @property
     def kv_used_tokens(self) -> int:
-        """What is held of it and cannot be evicted, in tokens; while anything can be, as it was at the last
-        `forget_idle`."""
+        """What is held of it and cannot be evicted, in tokens; while anything can be, as it was when that
+        was last counted."""
         held = self._pool.held
         return min(held, self._in_use if self._store.idle else held) * self._pool.block_size
 
@@ -97,6 +110,36 @@ class Front(ABC):
     def progressed_s(self, request_id: str = "") -> float:
         """How many seconds ago a step was completed, whoever took part."""
         return time.monotonic() - self._settled
+
+    @property
+    def direct(self) -> int:
+        """Requests that it decodes by itself, those too that wait for KV or for their prompt's rows."""
+        followers = self._followers
+        begun = sum(job.follower is not None for job in list(self._active))
+        return len(followers.running) + len(followers.resuming) + len(followers.fresh) + begun
+
+    @property
+    def worked_s(self) -> float:
+        """As llm42/session/interfaces.py has it."""
+        since = self._working_since
+        present_s = 0.0 if since is None else time.monotonic() - max(since, self._settled)
+        return self._step_s + max(0.0, present_s)
+
+    def beside(self, worked_s: Callable[[], float]) -> None:
+        """As llm42/session/interfaces.py has it."""
+        self._decode_times.neighbour = self._window_times.neighbour = worked_s
+
+    def load(self, request: Request | None = None) -> VerifierLoad:
+        """How busy it is, whoever asks."""
+        return VerifierLoad(
+            self._decode_times.costs,
+            self._window_times.costs,
+            self.direct,
+            places=self.places,
+            kv_tokens=self.kv_tokens,
+            kv_free=self.kv_tokens - self.kv_used_tokens,
+            waited_s=self._waited.value,
+        )
 
     def submit(self, window: Window, cold: bool = False) -> Future[Answer]:
         """Queues one window; cold: all its rows are computed anew. Raises Overloaded when too many wait,
@@ -136,9 +179,11 @@ class Front(ABC):
         self._inbox.put(partial(self._followers.renew, request_id, until, told))
 
     def _enter(self, entering: Job | Follower) -> None:
+        # others find half of the places, however many come that give way to them
+        most = -(-self._max_waiting // 2) if entering.window.yields else self._max_waiting
         with self._entry:
-            if self._queued >= self._max_waiting:
-                raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
+            if self._queued >= most:
+                raise Overloaded(f"{most} windows are already waiting for the verifier")
             self._entering += 1
         self._inbox.put(entering)
         if self._closed:  # asked after the put: either the thread's end sees it, or this does
@@ -148,6 +193,11 @@ class Front(ABC):
     def _queued(self) -> int:
         """Windows that wait to be admitted, not counting those that have been before."""
         return self._entering + len(self._waiting) + len(self._followers.fresh)
+
+    def stop(self, request_id: str) -> None:
+        """The request is not decoded any further, until there is another window of it; what it has computed
+        is found then."""
+        self._inbox.put(partial(self._followers.retire, request_id))
 
     async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
         """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
@@ -181,8 +231,7 @@ class Front(ABC):
         s.waiting, s.active = self._queued, len(self._active)
         s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
         s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
-        followers = self._followers
-        s.following = len(followers.running)
-        begun = sum(job.follower is not None for job in list(self._active))
-        s.direct = s.following + len(followers.resuming) + len(followers.fresh) + begun
+        s.following, s.direct = len(self._followers.running), self.direct
+        s.yielding, blocks = self._followers.yielding
+        s.yielding_kv = blocks * pool.block_size
         return s

@@ -29,6 +29,8 @@ from llm42.verifier.planning import decode_limit, plan_rows
 from llm42.verifier.runner import PipelinedRunner, Runner
 
 log = logging.getLogger(__name__)
+COUNT_S = 0.2
+"""How often the KV that can be evicted is counted."""
 
 
 class Verifier(Admission):
@@ -153,6 +155,10 @@ class Verifier(Admission):
         if decoding:
             stats.decode_steps += 1
             stats.decode_s += seconds
+            self._decode_times.add(decoding, flight.rows - decoding, seconds)
+        else:
+            self._window_times.add(flight.rows, 0, seconds)
+        self._step_s += seconds
         self._followers.settle(flight.decodes, results[:decoding])
         for (job, count), sampled in zip(flight.plan, results[decoding:], strict=True):
             if job.abandoned:
@@ -165,6 +171,8 @@ class Verifier(Admission):
             elif not job.cold and job.sequence is not None:
                 # of candidates only what stands is published: when the window is answered
                 self._store.publish(job.sequence, min(job.next, len(job.window.tokens)))
+        if now - self._counted_at >= COUNT_S:
+            self._counted_at, self._in_use = now, self._pool.held - self._store.evictable
 
     def _drain(self) -> None:
         while not self._inbox.empty():
@@ -221,11 +229,12 @@ class Verifier(Admission):
             self._stats.decoded += 1
         elif not job.cold and not window.score:
             self._stats.verified += accepted + 1
-        self._stats.queue_s += job.started - job.arrived
+        waited = job.started - job.arrived
+        self._stats.queue_s += waited
+        if job.follower is None and not job.cold and not window.score:
+            self._waited.add(waited)
         self._stats.cached_rows += job.cached
-        timings = VerifyTimings(
-            job.started - job.arrived, now - job.started, job.end - job.cached, job.cached
-        )
+        timings = VerifyTimings(waited, now - job.started, job.end - job.cached, job.cached)
         job.future.set_result(
             Commit(
                 window.request_id,

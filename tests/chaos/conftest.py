@@ -27,7 +27,7 @@ def tree(tiny: Lab) -> dict[str, Any]:
             "idle_s": 5.0,
             "audit_share": 0.0,
         },
-        "session": {"commit_deadline_s": 0.2},
+        "session": {"mode": "verify", "commit_deadline_s": 0.2},
         "server": {
             "fastpath_replicas": 2,
             "ingress_replicas": 2,
@@ -49,9 +49,12 @@ def with_server(tree: dict[str, Any], **server: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def application(service: Service, name: str, tree: dict[str, Any]) -> AsyncIterator[App]:
-    """An application under a route of its own, ready for deterministic requests; deleted afterwards."""
-    app = App(service, name, Settings.load(tree))
+async def application(
+    service: Service, name: str, tree: dict[str, Any], **made_by: Any
+) -> AsyncIterator[App]:
+    """An application under a route of its own, ready for deterministic requests; deleted afterwards.
+    made_by: App's `build`."""
+    app = App(service, name, Settings.load(tree), **made_by)
     await app.deploy()
     try:
         yield app

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import ray
 from ray import serve
+from ray.serve import Application
 
 from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
@@ -45,8 +46,11 @@ class Outcome:
 class App:
     """One application of the session's cluster."""
 
-    def __init__(self, service: Service, name: str, settings: Settings) -> None:
-        self.name, self.settings = name, settings
+    def __init__(
+        self, service: Service, name: str, settings: Settings, build: Callable[[Any], Application] = build
+    ) -> None:
+        """build: makes the application; a test's own may have a plant in it."""
+        self.name, self.settings, self._build = name, settings, build
         self.url = f"{service.url}/{name}"
         self.identity = sampled_identity(settings.model.path)
 
@@ -54,7 +58,7 @@ class App:
         """Deploys, or redeploys with other settings, and waits until deterministic requests are answered."""
         self.settings = settings or self.settings
         tree = self.settings.model_dump(mode="json")
-        await asyncio.to_thread(serve.run, build(tree), name=self.name, route_prefix=f"/{self.name}")
+        await asyncio.to_thread(serve.run, self._build(tree), name=self.name, route_prefix=f"/{self.name}")
         await self.until(lambda h: bool(h["deterministic"]), 300.0)
 
     async def delete(self) -> None:
@@ -106,7 +110,8 @@ class App:
         body = {
             "model": self.settings.model.name, "prompt": list(request.prompt), "stream": True,
             "max_tokens": request.max_tokens, "logprobs": 0, "return_token_ids": True, "ignore_eos": True,
-            "temperature": request.sampling.temperature, "seed": request.sampling.seed,
+            "temperature": request.sampling.temperature,
+            "seed": request.sampling.seed if request.seeded else None,
             "deterministic": request.deterministic,
         }  # fmt: skip
         got = _Collected(began or asyncio.Event())
@@ -193,7 +198,7 @@ def deterministic(number: int, tokens: int = TOKENS) -> Request:
     return Request(f"d{number}", prompt_of(kind, 10 + 7 * kind), tokens, sampling, True, num_logprobs=0)
 
 
-def best_effort(number: int, tokens: int = TOKENS) -> Request:
-    """Noise: a request that is not verified."""
+def best_effort(number: int, tokens: int = TOKENS, seeded: bool = True) -> Request:
+    """Noise: a request that is not verified. Not seeded: a verifier may decode it."""
     sampling = SamplingParams(temperature=0.7, seed=number)
-    return Request(f"b{number}", prompt_of(100 + number, 5 + number % 90), tokens, sampling)
+    return Request(f"b{number}", prompt_of(100 + number, 5 + number % 90), tokens, sampling, seeded=seeded)

@@ -38,6 +38,7 @@ def settings() -> Settings:
         "model": {"device": "cuda"},
         "engine": {"kv_tokens": 65536, "max_batch": 64, "corrupt_share": 0.02},
         "verifier": {"kv_tokens": 65536, "certificate_dir": None},
+        "session": {"mode": "verify"},
         "server": {"port": free_port()},
     }
     return absolute(Settings.load(tree))

@@ -134,6 +134,17 @@ def test_the_dashboard_has_its_variables_and_no_fixed_source() -> None:
     assert len(set(placed)) == len(placed), "two panels in one place"
 
 
+def test_measured_rates_are_shown_beside_the_models() -> None:
+    """What session.mode auto goes by, and what comes of it, in one picture."""
+    named = [
+        {name for t in p["targets"] for name in re.findall(r"ray_llm42_(\w+)", t["expr"])} for p in panels()
+    ]
+    shown = [names for names in named if "way_expected_tokens_per_second" in names]
+    assert shown
+    assert all("committed_tokens_total" in names for names in shown)
+    assert {"way_changes_total", "moved_tokens_total"} <= set.union(*shown)
+
+
 def test_expressions_name_metrics_that_exist() -> None:
     suffixes = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket",)}
     known = {f"ray_{m.name}{suffix}" for m in CATALOGUE for suffix in suffixes[m.kind]}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support import Lab, VllmPool, vllm_missing
+from tests.support import Lab, RandomWays, VllmPool, vllm_missing
 
 
 @pytest.fixture(scope="session")
@@ -34,5 +34,7 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
     made: Lab = request.getfixturevalue("tiny_vllm" if kind == "vllm" else "tiny")
     if kind == "direct":
         made = replace(made, mode="direct", parts=[])
+    elif kind == "switching":
+        made = replace(made, mode="auto", decide=RandomWays(7), parts=[])
     yield made
     made.close()

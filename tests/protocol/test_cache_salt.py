@@ -13,7 +13,7 @@ from llm42.cache import BlockPool
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.machine import Session
 from llm42.session.verify_call import VerifierClient
-from tests.support import Lab, Wrapped, all_ways, check_pool, collect, differences, request_of, verified
+from tests.support import ENGINES, Lab, Wrapped, check_pool, collect, differences, request_of, verified
 
 
 async def told(lab: Lab, request: Request, verifier: object, engine: object) -> tuple[int, int]:
@@ -25,7 +25,7 @@ async def told(lab: Lab, request: Request, verifier: object, engine: object) -> 
     return cached, stats.cached_prompt_tokens if stats is not None else 0
 
 
-@all_ways
+@pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)  # who is asked first has it cached
 def test_what_is_cached_under_another_salt_is_not_found(lab: Lab) -> None:
     """The same prompt again: found under its own salt only, whether it has one or not."""
     engine, verifier = lab.engine(), lab.verifier().start()

@@ -42,9 +42,11 @@ from tests.support import (
     check_pool,
     collect,
     differences,
+    pinned_ways,
     prompt_of,
     request_of,
     sweep,
+    switching_ways,
     window_of,
 )
 
@@ -105,9 +107,19 @@ def draw_request(rng: random.Random, index: int) -> Request:
     return replace(request, priority=rng.randrange(2))
 
 
-@all_ways
+@pinned_ways
 @pytest.mark.parametrize("seed", sweep(range(6), quick=(3,)))
 def test_random_load_equals_the_oracle(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    play_random_load(lab, monkeypatch, seed)
+
+
+@switching_ways
+@pytest.mark.parametrize("seed", sweep((1, 3), quick=(3,)))
+def test_random_load_of_changing_ways(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    play_random_load(lab, monkeypatch, seed)
+
+
+def play_random_load(lab: Lab, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Random windows, credit, prompt chunks, step sizes, corruption and arrivals; best-effort companions; a
     third of the clients leave early."""
     monkeypatch.setattr(drive, "Session", RandomWindows)

@@ -11,7 +11,7 @@ import pytest
 
 from llm42.errors import StepFailed, VerifierUnavailable
 from llm42.protocol import Commit, Failure, TokenLogprob, Window
-from llm42.session import driver
+from llm42.session import verify as verify_way
 from llm42.session.verify_call import verify
 from tests.support import Lab, Wrapped, both_engines, request_of
 
@@ -75,7 +75,7 @@ def test_no_candidate_leaves_when_the_verifier_fails(lab: Lab) -> None:
 
 @both_engines
 def test_control_a_fall_back_to_the_candidates_is_noticed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "verify", accepts_instead)
+    monkeypatch.setattr(verify_way, "verify", accepts_instead)
     found = broken_promises(lab)
     assert "it ended without an error" in found
     assert "more was sent than was verified" in found

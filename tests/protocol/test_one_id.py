@@ -14,17 +14,17 @@ from tests.support import (
     PATIENCE_S,
     Answer,
     Lab,
-    all_ways,
     check_blocks,
     collect,
     differences,
+    pinned_ways,
     request_of,
     sweep,
     wait_until,
 )
 
 
-@all_ways
+@pinned_ways
 @pytest.mark.parametrize("deterministic", sweep([True, False], quick=[True]))
 def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool) -> None:
     engine, verifier = lab.engine(), lab.verifier().start()
@@ -40,10 +40,10 @@ def test_not_both_are_answered_and_nothing_is_held(lab: Lab, deterministic: bool
 
     for _ in range(2):  # the id is free again
         *failed, right = asyncio.run(both())
-        if lab.mode == "direct" and deterministic:  # the first one is known here, and goes on
+        if lab.mode != "verify":  # the first one is known here, and goes on
             first = failed.pop(0)
-            assert isinstance(first, Answer)
-            assert differences(first, lab.oracle(same[0])) == []
+            assert isinstance(first, Answer) and len(first.tokens) == 600
+            assert not deterministic or differences(first, lab.oracle(same[0])) == []
         assert all(isinstance(f, EngineFailed) and SAME_ID in str(f) for f in failed), failed
         assert isinstance(right, Answer)
         assert differences(right, lab.oracle(other)) == []

@@ -49,6 +49,9 @@ class Mute:
     def __init__(self, verifier: Verifier) -> None:
         self.verifier = verifier
 
+    def load(self, request: Any) -> None:
+        """Nothing is known of how busy it is."""
+
     def progressed_s(self, _request_id: str) -> float:
         return math.inf
 

@@ -52,6 +52,9 @@ class Answering:
     def progressed_s(self, _: str) -> float:
         return 0.0
 
+    def load(self, _: None) -> None:
+        """Nothing is known of how busy it is."""
+
 
 class Handle:
     """Stands for a verifier's handle. blocked: it hangs."""

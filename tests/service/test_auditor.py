@@ -167,6 +167,36 @@ def test_what_is_kept_of_an_answer_is_each_position_once_by_who_has_decoded_it()
     assert kept.end("r") == []
 
 
+def test_what_windows_have_decided_lies_between_two_parts() -> None:
+    """One verifier has decoded what stands before and behind it."""
+    kept, member = KeptAnswers(1.0), Member("first", "1")
+    kept.begin(Window("r", (1, 2), 2, (), SamplingParams(), credit=9, max_len=20))
+    kept.committed(member, decoded(2, 3, 4))
+    kept.begin(Window("r", (1, 2, 3, 4, 5, 6), 2, (7, 8), SamplingParams(), credit=9, max_len=20))
+    kept.committed(member, decoded(4, 5))  # late, of the first one
+    kept.committed(member, decoded(6, 7, 8, 9))
+    claims = [p.claim() for p in kept.end("r")]
+    assert [(w.tokens, w.candidates, c.next_token) for w, c in claims] == [
+        ((1, 2), (3, 4), 5),
+        ((1, 2, 3, 4, 5, 6), (7, 8), 9),
+    ]
+
+
+def test_nothing_of_what_is_known_already_joins_two_parts() -> None:
+    """A late commit inside of what windows have decided; what comes then is behind a hole all the same."""
+    kept, member = KeptAnswers(1.0), Member("first", "1")
+    kept.begin(Window("r", (1, 2), 2, (), SamplingParams(), credit=9, max_len=20))
+    kept.committed(member, decoded(2, 3))
+    kept.begin(Window("r", (1, 2, 3, 4, 5, 6), 2, (), SamplingParams(), credit=9, max_len=20))
+    kept.committed(member, decoded(4, 5))
+    kept.committed(member, decoded(6, 7))
+    claims = [p.claim() for p in kept.end("r")]
+    assert [(w.tokens, w.candidates, c.next_token) for w, c in claims] == [
+        ((1, 2), (), 3),
+        ((1, 2, 3, 4, 5, 6), (), 7),
+    ]
+
+
 async def test_a_verifier_that_is_gone_is_not_audited() -> None:
     pool = Pool(Actor("good"), Actor("other"))
     auditor = Auditor(pool, 1.0, Counts())  # type: ignore[arg-type]

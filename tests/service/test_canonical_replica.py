@@ -22,6 +22,7 @@ from llm42.fingerprint.request import request_facts
 from llm42.protocol import Delta, Request, SamplingParams
 from llm42.session import driver
 from llm42.session.driver import Generator
+from llm42.session.ways import Ways
 from llm42.telemetry.metrics import Metrics
 from llm42.verifier.build import build_verifier
 from llm42.verifier.scheduler import Verifier
@@ -233,7 +234,7 @@ async def pieces(layout: Layout, request: Request) -> list[Delta]:
             assert isinstance(delta, Delta), delta
             if not found:
                 status = await replica.status(facts)
-                assert (status.running, status.kv_total) == (1, 0)
+                assert layout.settings.engine.decodes or (status.running, status.kv_total) == (1, 0)
             found.append(delta)
     assert (await replica.status(facts)).running == 0
     replica._pool.close()
@@ -284,6 +285,24 @@ async def test_control_as_it_is_decoded_there_are_more(
 ) -> None:
     monkeypatch.setattr(fastpath, "coalesce", lambda source, _: source)
     assert len(await pieces(layout_of(lab, quick(lab)), of_120(deterministic, stream=False))) > 10
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_what_a_verifier_decodes_of_a_best_effort_reply_comes_joined_too(
+    lab: Lab, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine beside, session.mode auto. planted: sent as it is decoded, the control."""
+    monkeypatch.setattr(Ways, "next_best_effort", lambda *_: "direct")
+    if planted:
+        monkeypatch.setattr(fastpath, "coalesce", lambda source, _: source)
+    auto = {"mode": "auto", "credit": 8, "commit_interval_s": 1e-4}
+    settings = Settings.load(lab.settings.model_dump(mode="json") | {"session": auto})
+    began, found = (
+        time.monotonic(),
+        await pieces(layout_of(lab, settings), of_120(False, stream=False, seeded=False)),
+    )
+    assert sum(len(d.token_ids) for d in found) == 120
+    assert (len(found) <= 3 + (time.monotonic() - began) / driver.KEEP_ALIVE_S) != planted
 
 
 async def test_whoever_reads_along_gets_what_is_committed_as_it_comes(lab: Lab) -> None:

@@ -237,6 +237,8 @@ class Full:
 
     def release(self, *_: Any) -> None: ...
 
+    def load(self, *_: Any) -> None: ...
+
     def progressed_s(self, *_: Any) -> float:
         return 0.0
 

@@ -364,6 +364,9 @@ class AcceptsEverything:
         answer.set_result(Commit(window.request_id, base, count, 0, logprobs, "llm42-rogue"))
         return answer
 
+    def load(self, request: Any) -> None:
+        """Nothing is known of how busy it is."""
+
     def progressed_s(self, request_id: str) -> float:
         return 0.0
 

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 
 from llm42.config import Settings
+from llm42.step_times import Costs, VerifierLoad
 from llm42.verifier.jobs import VerifierStats
 from llm42_serve.verifiers import actor as verifier_actor
 from llm42_serve.verifiers.actor import VerifierActor
 from tests.support import PATIENCE_S, Clock, until
 
+LOAD = VerifierLoad(Costs(((4.0, 0.1),)), Costs(((16.0, 0.2),)), waited_s=0.25)
+
 
 def built(**parts: Any) -> Any:
     """Stands for a verifier in an actor."""
     usual = {"alive": True, "stalled_s": 0.0, "stats": VerifierStats, "forget_idle": lambda _: None}
-    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128}
+    usual |= {"kv_tokens": 4096, "kv_used_tokens": 96, "places": 128, "load": lambda: LOAD}
     return SimpleNamespace(fingerprint="a", manifest={}, **{**usual, **parts})
 
 
@@ -47,12 +50,16 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
 async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = VerifierStats(direct=7, active=2, waiting=1, steps=99, step_s=99.0)
     counted.decode_steps, counted.decode_s = 10, 1.0
+    counted.yielding, counted.yielding_kv = 3, 48
     verifier = built(stats=lambda: counted, stalled_s=3.0)
     monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"))
     while (status := await actor.status()).state != "ready":
         await asyncio.sleep(0.02)
     assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
+    assert (status.decode_steps, status.window_steps) == (LOAD.decode_steps, LOAD.window_steps)
+    assert status.waited_s == 0.25
+    assert (status.yielding, status.yielding_kv) == (3, 48)
     counted.decode_steps, counted.decode_s = 12, 2.0
     assert (await actor.status()).step_s == 0.5, "of the last steps"
     assert (await actor.status()).step_s == 3.0, "of the present one"

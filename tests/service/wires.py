@@ -19,6 +19,7 @@ from llm42.protocol import Commit, Failure, Request, RequestStats, Window
 from llm42.session.actions import Emit, Renew
 from llm42.session.interfaces import Sink
 from llm42.session.machine import Session
+from llm42.step_times import VerifierLoad
 from llm42_serve.replica.exchange import CallLost, Exchange
 from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
@@ -55,6 +56,9 @@ class Stepper:
         self.released: list[str] = []
         self.waiting: list[tuple[Window, Future[Commit | Failure]]] = []
         self.submitted: list[Window] = []
+        self.stopped: list[str] = []
+        self.worked_s = 12.5
+        self.neighbour: Callable[[], float] | None = None
         self.stepped, self.held = time.monotonic(), False
         self.thread = threading.Thread(target=self._loop, daemon=True)
         self.thread.start()
@@ -83,6 +87,18 @@ class Stepper:
         with self.lock:
             self.released.append(request_id)
             self.requests.pop(request_id, None)
+
+    def stop(self, request_id: str) -> None:
+        with self.lock:
+            self.stopped.append(request_id)
+            self.requests.pop(request_id, None)
+
+    def beside(self, worked_s: Callable[[], float]) -> None:
+        self.neighbour = worked_s
+
+    def load(self, _: None) -> VerifierLoad:
+        with self.lock:
+            return VerifierLoad(direct=len(self.requests), kv_free=1 << 20)
 
     def progressed_s(self, _request_id: str) -> float:
         return time.monotonic() - self.stepped
@@ -294,4 +310,4 @@ class SaysOnce(Exchange):
     """Does not repeat what a lost call said."""
 
     def _repeat(self, up: Up, error: Exception) -> None:
-        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=()), error)
+        super()._repeat(replace(up, windows=(), renewals=(), releases=(), marks=(), stops=()), error)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llm42.protocol import Commit, Failure, Request, RequestStats, TokenLogprob, Window
 from llm42.session.driver import Generator
+from llm42.step_times import VerifierLoad
 from llm42.verifier.scheduler import Verifier
 from tests.support.oracle import Answer
 
@@ -31,6 +32,23 @@ class Wrapped:
     def progressed_s(self, request_id: str) -> float:
         """It vouches for nothing: an answer that does not come is lost."""
         return math.inf
+
+    def stop(self, request_id: str) -> None:
+        """The verifier's own."""
+        self.verifier.stop(request_id)
+
+    @property
+    def worked_s(self) -> float:
+        """The verifier's own."""
+        return self.verifier.worked_s
+
+    def beside(self, worked_s: Callable[[], float]) -> None:
+        """The verifier's own."""
+        self.verifier.beside(worked_s)
+
+    def load(self, request: Request | None) -> VerifierLoad | None:
+        """The verifier's own."""
+        return self.verifier.load(request)
 
     def release(self, request_id: str) -> None:
         """Drops what is held for a request."""

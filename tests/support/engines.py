@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +16,35 @@ from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import FinishReason
+from llm42.session.load import Load, Progress, Way
 from tests.support.patience import wait_until
 
 ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))
 both_engines = pytest.mark.parametrize("lab", ENGINES, indirect=True)
 """For tests that hold whatever proposes the candidates: the torch engine, and vLLM where it is installed."""
-both_ways = pytest.mark.parametrize("lab", ["torch", "direct"], indirect=True)
-"""For tests that hold whichever way a token is committed: verified, or decoded by the verifier itself."""
-all_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)
+both_ways = pytest.mark.parametrize("lab", ["torch", "direct", "switching"], indirect=True)
+"""For tests that hold whichever way a token is committed: verified, or decoded by the verifier itself, or the
+one and the other within a request, drawn at each commit."""
+all_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct", "switching"], indirect=True)
 """For tests that hold for both."""
+pinned_ways = pytest.mark.parametrize("lab", [*ENGINES, "direct"], indirect=True)
+"""The same without requests that change their way."""
+switching_ways = pytest.mark.parametrize("lab", ["switching"], indirect=True)
+"""These alone."""
+
+
+class RandomWays:
+    """Draws the way whenever it is asked; counts how often it was another one than before."""
+
+    def __init__(self, seed: int, share: float = 0.5) -> None:
+        """share: of the decisions, those for direct."""
+        self._random, self._share = random.Random(seed), share
+        self.changes = 0
+
+    def __call__(self, request: Progress, load: Load) -> Way:
+        way: Way = "direct" if self._random.random() < self._share else "verify"
+        self.changes += request.way is not None and way != request.way
+        return way
 
 
 @dataclass

@@ -62,6 +62,10 @@ class Follower(Wrapped):
                 one.until = max(one.until, until)
                 one.changed.notify()
 
+    def stop(self, request_id: str) -> None:
+        """Ends it for now."""
+        self._end(request_id)
+
     def release(self, request_id: str) -> None:
         """Ends it."""
         self._end(request_id)

@@ -19,6 +19,8 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Request
 from llm42.session.driver import Generator
 from llm42.session.interfaces import VerifierClient
+from llm42.session.policy import choose, choose_best_effort
+from llm42.session.ways import Decide
 from llm42.text.tokenizer import Tokenizer
 from llm42.verifier.build import certificate_for
 from llm42.verifier.certify.certificate import Certificate
@@ -45,8 +47,13 @@ class Lab:
     parts: list[TorchEngine | Verifier] = field(default_factory=list)
     vllm: VllmPool | None = None
     """Set: `engine` makes vLLM engines."""
-    mode: Literal["verify", "direct"] = "verify"
+    mode: Literal["auto", "verify", "direct"] = "verify"
     """Of the sessions of `generator`, unless a test says otherwise."""
+    decide: Decide | None = None
+    """Says at each commit of a session in mode auto which way it goes on; None: the policy does, when it
+    wants to."""
+    decide_best_effort: Decide | None = None
+    """The same of best effort."""
 
     @classmethod
     def make(
@@ -63,6 +70,7 @@ class Lab:
             "model": {"path": path, "name": "tiny", "max_model_len": 768, "dtype": dtype},
             "engine": {"threads": 1, "kv_tokens": 8192},
             "verifier": {"certificate_dir": str(directory), "kv_tokens": 8192},
+            "session": {"mode": "verify"},
         }
         return cls.load(Settings.load(tree), vllm)
 
@@ -132,7 +140,11 @@ class Lab:
         """A driver; keyword arguments change the session's settings."""
         changed = self.settings.session.model_copy(update={"mode": self.mode} | session)
         settings = self.settings.model_copy(update={"session": changed, "engine": bare(engine).settings})
-        return Generator(engine, self.tokenizer, settings, verifier)
+        decide = self.decide or choose, self.decide_best_effort or choose_best_effort
+        made = Generator(engine, self.tokenizer, settings, verifier, None, None, *decide)
+        if self.decide is not None:
+            made.ways.hold = 0
+        return made
 
     def oracle(self, request: Request) -> Answer:
         """What must come out: the verifier decoding alone with a cold cache, each request once."""

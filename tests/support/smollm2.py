@@ -26,7 +26,8 @@ def smollm2_file() -> Path:
 def smollm2_settings() -> Settings:
     """What the tests' SmolLM2 is loaded and certified with."""
     verifier = {"certificate_dir": str(CERTIFICATES), "kv_tokens": 8192}
-    return Settings.load({"model": {"path": str(smollm2_file())}, "verifier": verifier})
+    tree = {"model": {"path": str(smollm2_file())}, "verifier": verifier, "session": {"mode": "verify"}}
+    return Settings.load(tree)
 
 
 def certified_smollm2(model: LoadedModel, tokenizer: Tokenizer) -> Lab:

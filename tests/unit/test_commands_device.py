@@ -275,7 +275,9 @@ def test_the_demonstration_runs_the_configured_engine(
 
     monkeypatch.setattr(vllm, "VllmEngine", engine("vllm"))
     monkeypatch.setattr("llm42.engine.torch.engine.TorchEngine", engine("torch"))
-    result = run_demo(_tiny(tmp_path, kind), requests=2, load=2, tokens=12)
+    settings = _tiny(tmp_path, kind)
+    direct = settings.session.model_copy(update={"mode": "direct"})  # which it does not go by
+    result = run_demo(settings.model_copy(update={"session": direct}), requests=2, load=2, tokens=12)
     assert started == [kind]
     assert (result.fast_path_products == "vLLM's") == (kind == "vllm")
     assert result.deterministic.diverged == result.deterministic.logprobs_diverged == 0

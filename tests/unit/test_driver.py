@@ -14,18 +14,20 @@ from llm42.config import Settings
 from llm42.engine.base import EngineOutput
 from llm42.errors import LLM42Error
 from llm42.protocol import Request
-from llm42.session.driver import _Drive
+from llm42.session.drive import Shared
+from llm42.session.verify import VerifyDrive
 from tests.support import PATIENCE_S
 
 ANSWER = LLM42Error("an answer")
 
 
-def drive_of() -> _Drive:
-    owner: Any = SimpleNamespace(settings=Settings())
-    return _Drive(owner, Request("r", (1, 2), 9, deterministic=True), None)  # type: ignore[arg-type]
+def drive_of() -> VerifyDrive:
+    settings, request = Settings(), Request("r", (1, 2), 9, deterministic=True)
+    owner: Any = SimpleNamespace(settings=settings)
+    return VerifyDrive(owner, request, None, Shared.of(request, settings.session))  # type: ignore[arg-type]
 
 
-class WaitsFor(_Drive):
+class WaitsFor(VerifyDrive):
     """As it was with wait_for, which in Python 3.11 returns the event and forgets the cancellation."""
 
     async def _events(self, now: float) -> list[Any]:
@@ -34,7 +36,7 @@ class WaitsFor(_Drive):
         return [*outputs, *answers]
 
 
-async def leaves(kind: type[_Drive], seconds: float) -> bool:
+async def leaves(kind: type[VerifyDrive], seconds: float) -> bool:
     """Whether a loop over events ends when it is cancelled just as an event has come."""
     drive = drive_of()
     drive.__class__ = kind
@@ -55,7 +57,7 @@ async def leaves(kind: type[_Drive], seconds: float) -> bool:
 
 
 def test_a_cancellation_that_meets_an_event_is_not_lost() -> None:
-    assert asyncio.run(leaves(_Drive, PATIENCE_S))
+    assert asyncio.run(leaves(VerifyDrive, PATIENCE_S))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="wait_for is built on timeout() from Python 3.12 on")

@@ -16,8 +16,8 @@ import pytest
 from llm42.config import Settings
 from llm42.engine.base import EngineOutput, Sink
 from llm42.protocol import Delta, FinishReason, Request, TokenLogprob
-from llm42.session import driver
-from llm42.session.driver import Generator
+from llm42.session import best_effort
+from llm42.session.driver import KEEP_ALIVE_S, Generator
 from llm42.session.inbox import Inbox
 from llm42.session.outputs import EngineFailed
 from tests.support import PATIENCE_S, until
@@ -108,7 +108,7 @@ async def test_tokens_are_passed_on_joined_and_none_is_lost(stream: bool) -> Non
     assert "".join(d.text for d in deltas) == "".join(f"<{n}>" for n in range(60))
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert deltas[0].cached_tokens == 0
-    assert len(deltas) <= 3 + seconds / (0.03 if stream else driver.KEEP_ALIVE_S)
+    assert len(deltas) <= 3 + seconds / (0.03 if stream else KEEP_ALIVE_S)
 
 
 async def test_control_without_an_interval_each_token_is_passed_on() -> None:
@@ -134,7 +134,7 @@ async def test_many_streams_are_passed_on_less_often() -> None:
     made._streams = 500
     assert alone == 0.01
     assert made.pause_s(REQUEST) == pytest.approx(0.2)
-    assert made._text_delay_s(replace(REQUEST, stop=("x",))) == 0.0
+    assert made.text_delay_s(replace(REQUEST, stop=("x",))) == 0.0
 
 
 class EndsEarly(Inbox):
@@ -165,11 +165,11 @@ async def test_tokens_that_come_while_a_delta_is_on_its_way_end_no_pause() -> No
     *gaps, _ = await _gaps_of_a_slow_client(True)
     assert min(gaps) > 0.045
     gaps = await _gaps_of_a_slow_client(False)
-    assert len(gaps) <= 2 + sum(gaps) / driver.KEEP_ALIVE_S
+    assert len(gaps) <= 2 + sum(gaps) / KEEP_ALIVE_S
 
 
 async def test_control_with_waits_that_end_early_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "Inbox", EndsEarly)
+    monkeypatch.setattr(best_effort, "Inbox", EndsEarly)
     gaps = await _gaps_of_a_slow_client(True)
     assert sum(gap < 0.025 for gap in gaps) > 10
 
@@ -210,5 +210,5 @@ async def test_a_stop_string_is_seen_at_once() -> None:
 
 
 async def test_control_held_back_the_engine_decodes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Generator, "_text_delay_s", lambda _self, _request: LONG_S)
+    monkeypatch.setattr(Generator, "text_delay_s", lambda _self, _request: LONG_S)
     assert await _decoded_past_a_stop(400) == 400

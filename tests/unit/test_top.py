@@ -43,6 +43,25 @@ def test_figures_since_the_start_and_between_two_pages() -> None:
     assert between["busy, local"] == "25%"
 
 
+def test_what_the_model_of_the_ways_expects_stands_beside_what_was_measured() -> None:
+    metrics = PrometheusMetrics("tiny")
+    nothing = figures(Interval(page(metrics)))
+    assert not {"  expected, all verify", "changes of way", "best effort moved"} & set(nothing)
+    metrics.inc(m.COMMITTED_TOKENS, 1000, way="verify")
+    metrics.set(m.WAY_EXPECTED, 90.0, way="verify")
+    metrics.set(m.WAY_EXPECTED, 120.5, way="direct")
+    metrics.inc(m.WAY_CHANGES, 3, way="direct")
+    metrics.inc(m.MOVED_TOKENS, 40)
+    shown = list(figures(Interval(page(metrics))).items())
+    at = shown.index(("tokens committed", "1,000"))
+    assert shown[at + 2 : at + 6] == [
+        ("  expected, all verify", "90.0/s"),
+        ("  expected, all direct", "120.5/s"),
+        ("changes of way", "3"),
+        ("best effort moved", "40"),
+    ]
+
+
 def test_an_empty_service_shows_dashes_not_errors() -> None:
     shown = figures(Interval(page(PrometheusMetrics("tiny"))))
     assert shown["rollback rate"] == shown["step time (p50)"] == shown["fingerprint"] == "-"

@@ -12,6 +12,7 @@ import pytest
 from llm42.cache import BlockPool
 from llm42.errors import Overloaded
 from llm42.protocol import Commit, Failure, SamplingParams, Window
+from llm42.verifier import scheduler
 from llm42.verifier.jobs import Answer, Job
 from llm42.verifier.scheduler import Verifier
 from tests.unit.shadow_runner import VOCAB, ShadowRunner
@@ -222,9 +223,9 @@ def steps_of_a_big_one_that_waits_for_a_prefix(make: type[Verifier]) -> int | No
 class LetsAllPass(Verifier):
     """Who has no room lets others pass."""
 
-    def _admitted(self, jobs: deque[Job]) -> bool:
+    def _admitted(self, jobs: deque[Job], yielding: bool = False) -> bool:
         passed = list[Job]()
-        while not super()._admitted(jobs):
+        while not super()._admitted(jobs, yielding):
             passed.append(jobs.popleft())
         jobs.extendleft(reversed(passed))
         return not passed
@@ -259,3 +260,59 @@ def test_windows_first_but_a_quarter_for_the_oldest_prompt() -> None:
     assert planned(100, 8, 8) == [(1, 8), (2, 4), (0, 4)]
     assert planned(9, 30) == [(0, 9), (1, 7)]
     assert planned(5, 100, 20) == [(0, 5), (1, 11)]
+
+
+KINDS = ("window", "cold", "score", "follower", "resumed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_how_long_windows_wait_is_of_windows_alone(kind: str) -> None:
+    """An audit has time, a scored prompt and what is decoded are no windows of a session."""
+    verifier, window = verifier_of(), window_of("w", 1, 2, candidates=(1,))
+    if kind in ("follower", "resumed"):
+        follow(verifier, "w", 1, 2)
+    else:
+        verifier.submit(replace(window, score=kind == "score"), cold=kind == "cold")
+    time.sleep(0.02)
+    for _ in range(4):
+        verifier.step()
+    if kind == "resumed":
+        assert verifier._followers.preempt_youngest() is not None
+        time.sleep(0.02)
+        for _ in range(4):
+            verifier.step()
+    waited_s = verifier.load().waited_s
+    assert (waited_s > 0.0005) == (kind == "window")
+
+
+def test_steps_are_timed_by_what_they_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "COUNT_S", 0.0)
+    verifier = verifier_of()
+    stepped(verifier, window_of("w", *LONG[:11]))
+    load = verifier.load()
+    assert load.window_steps.times and not load.decode_steps.times
+    assert load.kv_free == verifier.kv_tokens, "what is idle can be evicted"
+    follow(verifier, "a", 1, 2)
+    while verifier.stats().decode_steps < 3:
+        verifier.step()
+    load = verifier.load()
+    assert [rows for rows, _ in load.decode_steps.times] == [1.0]
+    assert (load.direct, load.others, load.places) == (1, 0, 4)
+    assert load.kv_free < verifier.kv_tokens
+    assert 0.0 < verifier.worked_s <= verifier.stats().step_s + 1.0
+
+
+def test_what_is_stopped_is_used_by_the_next_window() -> None:
+    verifier = verifier_of()
+    heard = list[Any]()
+    verifier.follow(Window("a", (1, 2), 1, (), SamplingParams(), credit=40, max_len=60), heard.append)
+    while len(heard) < 6:
+        verifier.step()
+    verifier.stop("a")
+    verifier.step()
+    count = len(heard)
+    assert verifier.stats().direct == 0 and not verifier.step()
+    known = (1, 2, *(c.next_token for c in heard))
+    answer = stepped(verifier, Window("a", known, 1, (), SamplingParams()))
+    assert isinstance(answer, Commit) and answer.timings.cached_rows == len(known) - 1
+    assert len(heard) == count

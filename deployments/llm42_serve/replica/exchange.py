@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from llm42.errors import LLM42Error, VerifierUnavailable
 from llm42.protocol import Commit, Window
 from llm42.session.interfaces import Sink
+from llm42.step_times import Neighbour
 from llm42_serve.wire import Answer, Down, Up, unpack
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,11 @@ class Exchange:
         call: Callable[[Up], Awaitable[Down]],
         interval_s: Callable[[], float],
         answer_s: float = math.inf,
+        worked_s: Callable[[], float] = lambda: -1.0,
     ) -> None:
         """replica: a name that no other one has. interval_s: how long directly decoded tokens may wait.
-        answer_s: the longest that the verifier may say nothing at all."""
+        answer_s: the longest that the verifier may say nothing at all. worked_s: as Up's."""
+        self._worked_s = worked_s
         self._name, self._call, self._interval_s, self._answer_s = replica, call, interval_s, answer_s
         self._sinks: dict[str, Sink] = {}
         self._awaited: dict[str, bool] = {}
@@ -60,6 +63,7 @@ class Exchange:
         self._windows: dict[str, Window] = {}
         self._renewals: dict[str, int] = {}
         self._releases: set[str] = set()
+        self._stops: dict[str, int] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         """Under way, by number."""
         self._early: dict[int, Down] = {}
@@ -69,6 +73,11 @@ class Exchange:
         self._pause: asyncio.TimerHandle | None = None
         self._later: asyncio.TimerHandle | None = None
         self.dead: LLM42Error | None = None
+        self.told: Down | None = None
+        """The last answer that said something of the verifier's load."""
+        self.told_at = -math.inf
+        self.neighbour = Neighbour()
+        """For how long the verifier has computed."""
 
     @property
     def followed(self) -> int:
@@ -99,11 +108,19 @@ class Exchange:
             self._renewals[request_id] = max(until, self._renewals.get(request_id, 0))
             self._soon(RENEWAL_S)
 
+    def stop(self, request_id: str) -> None:
+        """As VerifierClient.stop; one that is not followed here is nothing."""
+        if request_id in self._sinks:
+            for of in (self._awaited, self._renewals, self._windows):
+                of.pop(request_id, None)
+            self._stops[request_id] = self._marks[request_id]
+            self._next()
+
     def release(self, request_id: str) -> None:
         """As VerifierClient.release; one that is not followed here is nothing."""
         if self._sinks.pop(request_id, None) is None:
             return
-        for of in (self._awaited, self._marks, self._renewals, self._windows):
+        for of in (self._awaited, self._marks, self._renewals, self._windows, self._stops):
             of.pop(request_id, None)
         self._releases.add(request_id)  # also where the window was still here: one before it may be there
         self._soon(RELEASE_S)
@@ -137,7 +154,7 @@ class Exchange:
         """Makes a call if there is something to say, or if an answer is awaited and none is open."""
         if self.dead is not None or self._pause is not None or len(self._calls) >= UNDER_WAY:
             return
-        says = self._windows or self._renewals or self._releases
+        says = self._windows or self._renewals or self._releases or self._stops
         if not says and (self._calls or not self._awaited):
             return
         if not self._calls and time.monotonic() - self._ended > FRESH_S:
@@ -154,8 +171,10 @@ class Exchange:
             tuple(self._releases),
             tuple(self._marks[name] for name in self._windows),
             self._answer_s,
+            tuple(self._stops.items()),
+            self._worked_s(),
         )
-        for said in (self._windows, self._renewals, self._releases):
+        for said in (self._windows, self._renewals, self._releases, self._stops):
             said.clear()
         self._calls[up.number] = asyncio.get_running_loop().create_task(self._make(up))
 
@@ -179,6 +198,9 @@ class Exchange:
             self._over(up)
             self._lost = 0
             self._progressed = max(self._progressed, time.monotonic() - down.progressed_s)
+            if down.direct >= 0:
+                self.told, self.told_at = down, time.monotonic()
+                self.neighbour.tell(down.worked_s)
             self._take(down)
         self._drop_early()
         self._next()
@@ -193,9 +215,10 @@ class Exchange:
             if self._marks.get(window.request_id) == mark and window.request_id in self._awaited:
                 self._windows[window.request_id] = window
         for name, until in up.renewals:
-            if name in self._sinks:
+            if self._awaited.get(name):  # a window without credit has taken the place of what they renew
                 self._renewals[name] = max(until, self._renewals.get(name, 0))
         self._releases.update(name for name in up.releases if name not in self._sinks)
+        self._stops.update((name, mark) for name, mark in up.stops if self._marks.get(name) == mark)
         self._lost += 1
         if self._lost > len(AGAIN_S):
             self.die(error)

@@ -96,10 +96,12 @@ class FastPath:
 
     def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         source: AsyncGenerator[Delta, None] = self._generator.generate(request)
+        settings = self._settings
+        may_move = settings.session.mode == "auto" and not request.stream
         if request.deterministic:
             joins = not request.stream  # whoever reads along gets what is committed at once
-        else:  # the others' tokens come joined already
-            joins = bool(request.stop) or not self._settings.engine.decodes
+        else:  # the others' tokens come joined already, unless a verifier may decode them
+            joins = bool(request.stop) or not settings.engine.decodes or may_move
         return coalesce(source, self._generator.pause_s(request)) if joins else source
 
     def _signed(self, request_id: str, delta: Delta) -> Delta:
@@ -195,6 +197,8 @@ class FastPath:
             preempted = load.preemptions
             self._metrics.set(m.WAITING, load.waiting)
             self._metrics.set(m.ADMITTED_LIMIT, self._admission.limit)
+            for way, expected in self._generator.ways.expected(self._pool).items():
+                self._metrics.set(m.WAY_EXPECTED, expected, way=way)
             for deterministic, mode in zip((True, False), m.MODES, strict=True):
                 mine = self._admission.classes[deterministic]
                 self._metrics.set(m.RUNNING, mine.running, mode=mode)

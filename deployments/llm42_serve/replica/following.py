@@ -45,12 +45,16 @@ class _Place:
     actor_id: str
     handle: Any
     exchange: Exchange
+    window: Window | None = None
+    """The present one."""
     credit: int = 0
-    """Of its present window."""
+    """Of that."""
     heard_at: float = 0.0
     """When that was sent or, if later, when the last answer came."""
     awaited: bool = False
     """Whether it counts as work of the member: one answer, or more, is still to come."""
+    decoded: bool = False
+    """Whether it counts as one that the member decodes by itself."""
     silent: bool = True
     """No commit has come for the present window."""
 
@@ -58,10 +62,19 @@ class _Place:
         """For how long neither the request nor any other has come on there."""
         return min(time.monotonic() - self.heard_at, self.exchange.progressed_s)
 
-    def await_answers(self, awaited: bool) -> None:
-        """Counts it as work of the member, or no more."""
-        self.member.in_flight += awaited - self.awaited
-        self.awaited = awaited
+    @property
+    def yields(self) -> bool:
+        """Whether it gives way to others: how it fares tells nothing of how these do."""
+        return self.window is not None and self.window.yields
+
+    def await_answers(self, awaited: bool, credit: int = 0) -> None:
+        """Counts it as work of the member, or no more. credit: of its window."""
+        member = self.member
+        member.in_flight += awaited - self.awaited
+        decoded = awaited and credit > 0
+        member.direct += decoded - self.decoded
+        member.decoded.set(member.direct)
+        self.awaited, self.decoded = awaited, decoded
 
     def avoid(self) -> None:
         """Others are chosen first for a while."""
@@ -83,6 +96,8 @@ class Following:
         self._pool, self._session, self._observe, self._kept = pool, session, observe, kept
         self._places: dict[str, _Place] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
+        self.beside: Callable[[], float] = lambda: -1.0
+        """As Up.worked_s."""
         self._exchanges: dict[str, tuple[Any, Exchange]] = {}
         """By the member's name, with the handle that it is for."""
 
@@ -105,11 +120,12 @@ class Following:
                 found.set_result((member, answer))
 
         self._ask(window, take)
+        starting = self._starting.get(window.request_id)
         try:
             member, answer = await found
         except asyncio.CancelledError:
             late = time.monotonic() - entered >= self._session.verify_timeout_s - 1.0
-            self._unwanted(window.request_id, late)
+            self._unwanted(window, starting, late)
             raise
         if isinstance(answer, LLM42Error):
             raise answer
@@ -120,6 +136,36 @@ class Following:
         """As VerifierClient.renew; that the request is not known is said to the sink."""
         if (place := self._places.get(request_id)) is not None:
             place.exchange.renew(request_id, until)
+
+    def stop(self, request_id: str) -> None:
+        """As VerifierClient.stop."""
+        self._cancel(request_id)
+        if (place := self._places.get(request_id)) is not None:
+            place.await_answers(False)
+            place.exchange.stop(request_id)
+
+    def place_of(self, request_id: str) -> Member | None:
+        """Which verifier has the request."""
+        place = self._places.get(request_id)
+        return place.member if place is not None and self._stands(place) else None
+
+    def told(self, member: Member) -> tuple[Down | None, float]:
+        """What an answer of the member said last of its load, and when."""
+        handle, exchange = self._exchanges.get(member.name, (None, None))
+        if exchange is None or handle is not member.handle or exchange.told is None:
+            return None, -math.inf
+        return exchange.told, exchange.told_at
+
+    @property
+    def worked_s(self) -> float:
+        """As VerifierClient.worked_s, of those that were asked for something and are still there."""
+        there, asked = {m.name: m.handle for m in tuple(self._pool.members)}, tuple(self._exchanges.items())
+        said = [
+            exchange.neighbour.seconds
+            for name, (handle, exchange) in asked
+            if exchange.dead is None and there.get(name) is handle
+        ]
+        return sum(said) / len(said) if said else 0.0
 
     def progressed_s(self, request_id: str) -> float:
         """As VerifierClient.progressed_s."""
@@ -176,22 +222,25 @@ class Following:
             reader(place.member, answer)
 
         place.exchange.follow(window, heard)
-        place.credit, place.heard_at, place.silent = window.credit, time.monotonic(), True
-        place.await_answers(True)
+        place.window, place.credit = window, window.credit
+        place.heard_at, place.silent = time.monotonic(), True
+        place.await_answers(True, window.credit)
 
     def _hear(self, name: str, place: _Place, answer: Answer) -> None:
         """What an answer says of the verifier."""
         place.heard_at = time.monotonic()
         if not isinstance(answer, Commit):
-            if isinstance(answer, LLM42Error):
+            refused = isinstance(answer, Overloaded)
+            if isinstance(answer, LLM42Error) and not (refused and place.yields):
                 place.avoid()
-            if isinstance(answer, Overloaded):
+            if refused and not place.yields:
                 self._observe(math.inf)
             self._over(name, place)
             return
         if place.silent:
             place.silent = False
-            self._observe(answer.timings.queue_s)
+            if not place.yields:
+                self._observe(answer.timings.queue_s)
         if place.credit:
             self._kept.committed(place.member, answer)
         else:
@@ -212,14 +261,19 @@ class Following:
         if place is not None and self._in_vain(place):
             place.avoid()
 
-    def _unwanted(self, name: str, late: bool) -> None:
-        """Nobody waits for the window any more. late: because its time is over."""
-        self._cancel(name)
+    def _unwanted(self, window: Window, starting: asyncio.Task[None] | None, late: bool) -> None:
+        """Nobody waits for the window any more: nothing, where another one has taken its place meanwhile.
+        starting: what looks for its verifier. late: because its time is over."""
+        name = window.request_id
+        if self._starting.get(name) is starting:
+            self._cancel(name)
         place = self._places.get(name)
-        if place is not None and late and self._in_vain(place):
+        if place is None or place.window is not window:
+            return
+        if late and self._in_vain(place):
             place.avoid()
             self._leave(name)
-        elif place is not None:
+        else:
             place.await_answers(False)
 
     def _leave(self, name: str) -> None:
@@ -247,7 +301,7 @@ class Following:
                 return await _call(member, handle, up, lambda: self._others(member))
 
             silence_s = min(SILENCE_S, self._session.verify_timeout_s / 4)
-            found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s)
+            found = Exchange(uuid.uuid4().hex, call, self._interval_s, silence_s, lambda: self.beside())
             self._exchanges[member.name] = handle, found
         return found
 

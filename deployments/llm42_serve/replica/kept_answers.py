@@ -39,6 +39,10 @@ class _Kept:
     """Prompt and output, as far as they are committed."""
     first: Window
     parts: list[Part] = field(default_factory=list)
+    behind: tuple[int, ...] = ()
+    """Tokens of the last window: what commits do not say of them was decided in another way."""
+    broken: bool = False
+    """Some of these have been taken over: the next commit begins another part."""
 
 
 class KeptAnswers:
@@ -50,20 +54,29 @@ class KeptAnswers:
         self._kept: dict[str, _Kept | None] = {}
 
     def begin(self, window: Window) -> None:
-        """A window with credit; only the first one of a request decides."""
+        """A window with credit; only the first one of a request decides. One further on comes behind what was
+        verified in windows, which are audited themselves."""
         if window.request_id not in self._kept:
             plain = replace(window, candidates=(), credit=0, stop_token_ids=(), max_len=0)
             chosen = self._random.random() < self._share
             self._kept[window.request_id] = _Kept(list(window.tokens), plain) if chosen else None
+        elif (kept := self._kept[window.request_id]) is not None:
+            kept.behind = window.tokens
 
     def committed(self, member: Member, commit: Commit) -> None:
         """Takes what follows what is there: as a session does, nothing behind a gap, and nothing twice."""
         kept = self._kept.get(commit.request_id)
-        if kept is None or not commit.base <= len(kept.tokens) < commit.end:
+        if kept is None:
+            return
+        if len(kept.tokens) < commit.base <= len(kept.behind):
+            kept.tokens, kept.broken = list(kept.behind), True
+        if not commit.base <= len(kept.tokens) < commit.end:
             return
         fresh, of = commit.logprobs[len(kept.tokens) - commit.base :], (member.actor_id, commit.fingerprint)
         last = kept.parts[-1] if kept.parts else None
-        if last is None or last.member is not member or (last.actor_id, last.fingerprint) != of:
+        same = last is not None and last.member is member and (last.actor_id, last.fingerprint) == of
+        if kept.broken or not same:
+            kept.broken = False
             kept.parts.append(Part(member, *of, replace(kept.first, tokens=tuple(kept.tokens))))
         kept.parts[-1].found += fresh
         kept.tokens += (x.token for x in fresh)

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from llm42.errors import LLM42Error, VerifierUnavailable
+from llm42.step_times import Peak
 from llm42_serve.verifiers.actor import VerifierStatus
 
 AVOID_S = 5.0
@@ -28,6 +29,10 @@ class Member:
     status: VerifierStatus | None = None
     in_flight: int = 0
     """Windows that wait for its answer, and requests that it decodes by itself."""
+    direct: int = 0
+    """Of these, the latter."""
+    decoded: Peak = field(default_factory=Peak)
+    """How many these were of late."""
     avoid_until: float = 0.0
     """It has failed a request a moment ago: others are chosen first."""
     told_at: float = -math.inf

@@ -19,8 +19,9 @@ from llm42.checkpoint.load import sampled_identity
 from llm42.config import Settings
 from llm42.errors import VerifierUnavailable
 from llm42.fingerprint import fingerprint as fingerprint_of
-from llm42.protocol import Commit, Failure, Window
+from llm42.protocol import Commit, Failure, Request, Window
 from llm42.session.interfaces import Sink
+from llm42.step_times import VerifierLoad
 from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
 from llm42_serve.replica.crowding import Crowding
@@ -171,6 +172,45 @@ class VerifierPool:
         """As llm42/session/interfaces.py has it."""
         return self._following.progressed_s(request_id)
 
+    def stop(self, request_id: str) -> None:
+        """As llm42/session/interfaces.py has it."""
+        self._following.stop(request_id)
+
+    @property
+    def worked_s(self) -> float:
+        """As llm42/session/interfaces.py has it."""
+        return self._following.worked_s
+
+    def beside(self, worked_s: Callable[[], float]) -> None:
+        """As llm42/session/interfaces.py has it."""
+        self._following.beside = worked_s
+
+    def load(self, request: Request | None) -> VerifierLoad | None:
+        """As llm42/session/interfaces.py has it: by its last answer to this replica or, if that is older, by
+        the last look at the verifiers."""
+        member = None if request is None else self._following.place_of(request.request_id)
+        member = member or self._preferred(() if request is None else request.prompt[:PREFIX_TOKENS])
+        status = None if member is None else member.status
+        if member is None or status is None:
+            return None
+        kv_free = status.kv_tokens - status.kv_used
+        direct, waited_s = status.direct, status.waited_s
+        told, at = self._following.told(member)
+        if told is not None and at > member.told_at:
+            kv_free, direct, waited_s = told.kv_free, told.direct, told.waited_s
+        return VerifierLoad(
+            status.decode_steps,
+            status.window_steps,
+            direct,
+            max(0, direct - member.decoded.most),
+            status.places,
+            status.kv_tokens,
+            max(0, kv_free),
+            waited_s,
+            1.0 / max(1, len(self.ready)),
+            1 if told is None else told.replicas,
+        )
+
     def note(self, request_id: str, member: Member) -> None:
         """Remembers whom a request was sent to."""
         self._asked[request_id] = member.name
@@ -223,6 +263,12 @@ class VerifierPool:
         return member
 
     def _choose(self, window: Window) -> Member | None:
+        known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
+        if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
+            known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
+        return self._preferred(known[:length])
+
+    def _preferred(self, prefix: tuple[int, ...]) -> Member | None:
         """The one that the prefix prefers, unless it is busy; then the idlest. One that has just failed a
         request, or has more to do than it should, whoever it is for, only where there is no other."""
         now, candidates = time.monotonic(), self.ready
@@ -230,11 +276,8 @@ class VerifierPool:
             return None
         candidates = [m for m in candidates if m.avoid_until <= now] or candidates
         candidates = [m for m in candidates if not self._crowding.excess(m)] or candidates
-        known, length = window.tokens, min(window.prompt_len, PREFIX_TOKENS)
-        if window.score:  # its candidates are given: the prompt itself, or an answer that is looked at again
-            known, length = known + window.candidates[:PREFIX_TOKENS], PREFIX_TOKENS
         held = {m.name: m.in_flight for m in candidates}
-        first = preferred(known[:length], held)
+        first = preferred(prefix, held)
         if is_busy(first, held):
             return min(candidates, key=lambda m: m.in_flight)
         return next(m for m in candidates if m.name == first)

@@ -16,6 +16,7 @@ from llm42.config import Settings
 from llm42.errors import ModelFileError, VerifierUnavailable
 from llm42.fingerprint.environment import UnsteadyKernels
 from llm42.protocol import Commit, Failure, Window, across_releases
+from llm42.step_times import NOTHING, Costs
 from llm42.telemetry.logs import configure, event
 from llm42.telemetry.metrics import Scope
 from llm42.telemetry.request_metrics import VerifierReport
@@ -70,6 +71,16 @@ class VerifierStatus:
     """KV that cannot be evicted, in tokens."""
     step_s: float = 0.0
     """Mean seconds of its steps since the last call in which requests were decoded."""
+    waited_s: float = 0.0
+    """How long windows have waited of late."""
+    decode_steps: Costs = NOTHING
+    """How long its steps take in which requests are decoded, by how many these are."""
+    window_steps: Costs = NOTHING
+    """How long the others take, by their rows."""
+    yielding: int = 0
+    """Of `direct`, those that give way to others."""
+    yielding_kv: int = 0
+    """What these hold of the KV, in tokens."""
 
 
 def node_id() -> str:
@@ -192,15 +203,25 @@ class VerifierActor:
             self._boxes.forget_silent(self._settings.verifier.idle_s)
         stats, name = self._verifier.stats(), self._verifier.fingerprint
         counters = (stats.windows, stats.queue_s, stats.waiting, stats.active, node_id())
-        facts = self._verifier.manifest.get("request")
-        work = (
+        facts, load = self._verifier.manifest.get("request"), self._verifier.load()
+        return VerifierStatus(
+            "ready",
+            name,
+            "",
+            os.getpid(),
+            *counters,
+            facts,
             self._verifier.kv_tokens,
             stats.direct,
             self._verifier.places,
             self._verifier.kv_used_tokens,
             self._step_time.mean_s(stats.decode_steps, stats.decode_s, self._verifier.stalled_s),
+            load.waited_s,
+            load.decode_steps,
+            load.window_steps,
+            stats.yielding,
+            stats.yielding_kv,
         )
-        return VerifierStatus("ready", name, "", os.getpid(), *counters, facts, *work)
 
     async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:
         """Answers in order, everything computed anew (audits). Pure, so a caller may repeat it. Raises

@@ -15,6 +15,7 @@ from llm42.errors import LLM42Error
 from llm42.protocol import Commit, Failure, Window
 from llm42.session.interfaces import Sink
 from llm42.session.verify_call import SEND_IN_FULL
+from llm42.step_times import Neighbour, VerifierLoad
 from llm42_serve.verifiers.outbox import Outbox, typed
 from llm42_serve.wire import Down, Up
 
@@ -32,7 +33,16 @@ class Asked(Protocol):
 
     def release(self, request_id: str) -> None: ...
 
+    def stop(self, request_id: str) -> None: ...
+
     def progressed_s(self, request_id: str) -> float: ...
+
+    @property
+    def worked_s(self) -> float: ...
+
+    def beside(self, worked_s: Callable[[], float]) -> None: ...
+
+    def load(self, request: None) -> VerifierLoad | None: ...
 
 
 class Outboxes:
@@ -41,21 +51,46 @@ class Outboxes:
     def __init__(self, verifier: Asked) -> None:
         self._verifier = verifier
         self._boxes: dict[str, Outbox] = {}
+        self._neighbours: dict[str, Neighbour] = {}
 
     async def exchange(self, up: Up) -> Down:
         """One call of a replica."""
         box = self._boxes.get(up.replica)
         if box is None:
             box = self._boxes[up.replica] = Outbox()
+        if up.worked_s >= 0.0:
+            self._beside(up)
         if box.hears(up.number):
             self._hear(box, up)
         down = await box.take(up)
-        return replace(down, progressed_s=self._verifier.progressed_s(""))
+        down = replace(down, progressed_s=self._verifier.progressed_s(""))
+        if (load := self._verifier.load(None)) is None:
+            return down
+        return replace(
+            down,
+            direct=load.direct,
+            kv_free=load.kv_free,
+            waited_s=load.waited_s,
+            worked_s=self._verifier.worked_s,
+            replicas=max(1, len(self._boxes)),
+        )
+
+    def _beside(self, up: Up) -> None:
+        """An engine on this device says how long it has computed."""
+        neighbour = self._neighbours.get(up.replica)
+        if neighbour is None:
+            neighbour = self._neighbours[up.replica] = Neighbour()
+            neighbours = tuple(self._neighbours.values())
+            self._verifier.beside(lambda: sum(n.seconds for n in neighbours))
+        neighbour.tell(up.worked_s)
 
     def _hear(self, box: Outbox, up: Up) -> None:
         for name in up.releases:
             if box.forget(name, up.number):
                 self._verifier.release(name)
+        for name, of_mark in up.stops:
+            if 0 < box.mark_of(name) <= of_mark:  # or of one before: this one never came
+                self._verifier.stop(name)
         for mark, window in zip(up.marks, up.windows, strict=True):
             if box.begin(window.request_id, mark, up.number):
                 self._ask(box, window, mark)
@@ -81,6 +116,7 @@ class Outboxes:
         """Drops the boxes of replicas that have not called for `age_s` seconds and have no call open."""
         limit = time.monotonic() - age_s
         self._boxes = {name: b for name, b in self._boxes.items() if b.is_open or b.called >= limit}
+        self._neighbours = {name: n for name, n in self._neighbours.items() if name in self._boxes}
 
 
 def _told(box: Outbox, request_id: str, mark: int, known: bool) -> None:

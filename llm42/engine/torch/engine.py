@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from llm42.host.threads import set_threads
 from llm42.models.weights import LoadedModel
 from llm42.protocol import FinishReason, Request, TokenLogprob
 from llm42.sampling import draw, token_logprob
+from llm42.step_times import StepTimes
 from llm42_kernels.cpu import cpu_operators
 from llm42_kernels.cuda import cuda_operators
 from llm42_kernels.operators import Operators
@@ -51,6 +53,7 @@ class TorchEngine:
         self._running: list[Running] = []
         self._waiting: list[Running] = []
         self._preemptions = self._steps = 0
+        self.times = StepTimes()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -211,8 +214,12 @@ class TorchEngine:
     def _compute(self, chunks: Sequence[tuple[Running, Rows]], decode: int) -> list[torch.Tensor]:
         """One step of the runner; the first `decode` chunks are of one row."""
         self._steps += 1
-        rows = [chunk for _, chunk in chunks]
-        return self._runner.step(rows[:decode], rows[decode:])
+        rows, began = [chunk for _, chunk in chunks], time.monotonic()
+        self.times.worked.begin()
+        found = self._runner.step(rows[:decode], rows[decode:])
+        self.times.worked.end()
+        self.times.add(decode, sum(len(r.tokens) for r in rows[decode:]), time.monotonic() - began)
+        return found
 
     def _take(self, running: Running, chunk: Rows, logits: torch.Tensor) -> None:
         """What one chunk's logits come to. A request at which this fails ends, and the others go on."""

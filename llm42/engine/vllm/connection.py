@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,11 +31,14 @@ from llm42.engine.vllm.options import (
 )
 from llm42.errors import RequestRejected
 from llm42.protocol import Request
+from llm42.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
 FIRST, BEFORE = (0, 26), (0, 33)
 """The vLLM versions that this adapter is for: FIRST <= version < BEFORE."""
+TIMED = 8
+"""Steps that are timed together."""
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more; to deterministic requests it means nothing, their draw is not vLLM's."""
 
@@ -48,6 +52,29 @@ class Stats:
     """Share of the KV cache that requests hold; what is only cached does not count."""
     preemptions: int = 0
     steps: int = 0
+    times: StepTimes = field(default_factory=lambda: StepTimes(late=True))
+    timed: list[tuple[int, int]] = field(default_factory=list)
+    """Decoded tokens and prompts' tokens of the steps since `began`."""
+    began: float = 0.0
+
+    def step(self, decoded: int, prompts: int, now: float) -> None:
+        """A step has ended at `now` (time.monotonic) with so many tokens of either kind. Steps are timed some
+        at a time, since several may be told of at once, and chunks of a prompt are told with its last one;
+        the first one after a rest is not."""
+        self.times.worked.begin()
+        if not decoded or not self.began:
+            self.began, self.timed = (now if decoded else 0.0), []
+            return
+        self.timed.append((decoded, prompts))
+        if len(self.timed) == TIMED:
+            rows, others = (sum(of_kind) / TIMED for of_kind in zip(*self.timed, strict=True))
+            self.times.add(round(rows), others, (now - self.began) / TIMED)
+            self.began, self.timed = now, []
+
+    def rest(self) -> None:
+        """Nothing runs."""
+        self.began, self.timed = 0.0, []
+        self.times.worked.end()
 
 
 @dataclass(slots=True)
@@ -227,6 +254,11 @@ def _stat_logger_class(stats: Stats) -> Any:
                 stats.kv_usage = scheduler_stats.kv_cache_usage
                 stats.steps += 1
             if iteration_stats is not None:
+                kinds = getattr(iteration_stats, "prompt_token_stats", None)
+                prompts = getattr(kinds, "computed", iteration_stats.num_prompt_tokens)  # or cached, too
+                stats.step(iteration_stats.num_generation_tokens, prompts, time.monotonic())
+                if not stats.running:
+                    stats.rest()
                 stats.preemptions += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None:

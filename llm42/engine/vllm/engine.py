@@ -32,6 +32,7 @@ from llm42.engine.vllm.sampling import arguments_of, finish_of, reason_of, token
 from llm42.engine.vllm.stream import Attempt, Stream
 from llm42.errors import Overloaded
 from llm42.protocol import FinishReason, Request, TokenLogprob
+from llm42.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 STOPPED = "the engine stopped"
@@ -110,6 +111,11 @@ class VllmEngine:
     def abort(self, request_id: str) -> None:
         """Ends the request and frees what vLLM holds for it."""
         self._post(lambda: self._leave(request_id))
+
+    @property
+    def times(self) -> StepTimes:
+        """As vLLM tells of its steps; nothing before `start`."""
+        return StepTimes() if self._connection is None else self._connection.stats.times
 
     @property
     def facts(self) -> dict[str, Any]:

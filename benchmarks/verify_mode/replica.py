@@ -1,0 +1,231 @@
+"""What a fast-path replica of the service has: engine, driver and sessions, and the pool that talks to the
+supervisor and the verifier's actor of a private Ray cluster. Without HTTP, Serve and admission.
+
+A generator for each mode over the same engine and the same verifier, one at a time. The event loop of a
+replica runs in a thread of its own, all the time: the pool lives there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import threading
+import time
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+from ray._private.async_compat import get_new_event_loop  # uvloop, as in an actor
+
+from benchmarks.direct.actor import start_ray
+from benchmarks.direct.side import Side
+from benchmarks.verify_mode.engines import Adapted
+from benchmarks.verify_mode.loads import Load, Meter, Wanted, load_of, wanted
+from benchmarks.verify_mode.options import Options, settings_of
+from benchmarks.verify_mode.warmed import Prompts, Watched
+from llm42.checkpoint.description import load_tokenizer
+from llm42.engine.base import Engine
+from llm42.engine.build import build_engine
+from llm42.protocol import Request, RequestStats
+from llm42.session.driver import Generator
+from llm42.telemetry.metrics import Metrics
+from llm42_serve.replica.verifier_pool import VerifierPool
+
+MODES = ("verify", "direct", "auto")
+READY_S, SETTLED_S = 400.0, 10.0
+COUNTERS = (
+    "steps", "rows", "padding_rows", "windows", "decoded", "cached_rows", "preemptions", "step_s", "queue_s",
+)  # fmt: skip
+
+
+@dataclass
+class Seen:
+    """What the clients of one run saw."""
+
+    meter: Meter
+    requests: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    """Ended, by class."""
+    tokens: int = 0
+    """Of the deterministic ones that ended."""
+    stats: dict[str, int] = field(default_factory=lambda: dict.fromkeys(asdict(RequestStats()), 0))
+    """The same, summed."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of deterministic answers, by the request: equal in every mode."""
+    running: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+
+    def ended(self, name: str, one: Wanted, tokens: list[int], stats: RequestStats | None) -> None:
+        """One request is over. name: what says which answer it has to have."""
+        if len(tokens) != one.tokens:
+            raise RuntimeError(f"{len(tokens)} tokens of {one.tokens}")
+        self.requests[one.deterministic] += 1
+        if not one.deterministic:
+            return
+        self.tokens += len(tokens)
+        digest = hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+        if self.digests.setdefault(name, digest) != digest:
+            raise RuntimeError(f"{name} has had another answer before")
+        for key, value in asdict(stats or RequestStats()).items():
+            self.stats[key] += value
+
+    def found(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return self.meter.found() | {
+            "requests": self.requests[False] + self.requests[True],
+            "deterministic_requests": self.requests[True], "committed": self.tokens, "stats": self.stats,
+            "digests": self.digests, "deterministic_running": self.running[True],
+            "running": sum(self.running.values()),
+        }  # fmt: skip
+
+
+class Replica:
+    """Raises RuntimeError, with what the verifier says, when that does not become ready."""
+
+    def __init__(self, options: Options) -> None:
+        began, verified = time.monotonic(), options.verifier_kv_tokens > 0
+        self.loop, self.count, self.pool = get_new_event_loop(), 0, None
+        threading.Thread(target=self.loop.run_forever, name="replica", daemon=True).start()
+        settings = settings_of(options, "auto")
+        tokenizer = load_tokenizer(settings.model)
+        if verified:
+            start_ray(argparse.Namespace(cpu=options.cpu))
+            self.pool = self.run(self._pool(settings))  # the verifier starts while the engine does
+        self.engine = build_engine(settings)
+        self.watched = Watched(self.engine)
+        facts = getattr(self.engine, "facts", {})
+        self.vocab = int(facts.get("vocab_size", 0)) or self.engine.model.config.vocab_size  # type: ignore[attr-defined]
+        self.ready: dict[str, Any] = {"facts": facts, "engine_s": round(time.monotonic() - began, 1)}
+        self.generators: dict[str, Generator] = {}
+        if self.pool is not None:
+            self.run(self._settled(self.pool))
+            self.ready["verifier_s"] = round(time.monotonic() - began, 1)
+            self.ready["fingerprint"] = self.pool.fingerprint
+            for mode in MODES:
+                parts = (cast(Engine, self.watched), tokenizer, settings_of(options, mode), self.pool)
+                self.generators[mode] = Generator(*parts)
+
+    def run(self, what: Coroutine[Any, Any, Any]) -> Any:
+        """In the replica's event loop."""
+        return asyncio.run_coroutine_threadsafe(what, self.loop).result()
+
+    async def _pool(self, settings: Any) -> VerifierPool:
+        pool = VerifierPool(settings, Metrics())
+        pool.start()
+        return pool
+
+    async def _settled(self, pool: VerifierPool) -> None:
+        async with asyncio.timeout(READY_S):
+            await pool.settled()
+        if not pool.ready:
+            raise RuntimeError(pool.explain())
+
+    async def flow(self, load: Load, mode: str, seed: str) -> dict[str, Any]:
+        """One load in one mode; what still runs at its end is dropped. `warmed` is verify, with deterministic
+        prompts in the engine's cache."""
+        assert self.pool is not None
+        generator, salt = self.generators["verify" if mode == "warmed" else mode], f"{mode}-{seed}"
+        prompts = Prompts(load, seed, self.vocab, mode == "warmed")
+        await asyncio.gather(*(self._warm(generator, prompt, salt) for prompt in prompts.all))
+        before = await self._stats()
+        self.watched.take()
+        seen, source = Seen(Meter(load)), wanted(load, seed, self.vocab)
+        spent = time.process_time()
+        clients = [
+            asyncio.create_task(self._client(generator, source, seen, salt, prompts))
+            for _ in range(load.in_flight)
+        ]
+        try:
+            done, _ = await asyncio.wait(clients, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION)
+            for client in done:
+                client.result()  # raises what it raised
+            found = seen.found() | {"replica_cpu": (time.process_time() - spent) / load.seconds}
+            after = await self._stats()
+            found["verifier"] = {name: after[name] - before[name] for name in COUNTERS if name in after}
+            found["engine_prompts"] = self.watched.take()
+            found["expected"] = generator.ways.expected(self.pool)
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+        return found | {"quiet": await self._quiet()}
+
+    async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
+        self.count += 1
+        request = Request(f"{salt}-{self.count}", prompt, 1, seeded=False, cache_salt=salt)
+        async with aclosing(generator.generate(request)) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def _client(
+        self, generator: Generator, source: Iterator[Wanted], seen: Seen, salt: str, prompts: Prompts
+    ) -> None:
+        """One request after the other. The salt: another mode's run of the same prompts finds none of them in
+        a cache."""
+        while not seen.meter.over:
+            one = next(source)
+            self.count += 1
+            seen.running[one.deterministic] += 1
+            tokens, stats = list[int](), None
+            with prompts.of(one) as (name, prompt, apart):
+                request = Request(
+                    f"{salt}-{self.count}", prompt, one.tokens, deterministic=one.deterministic, seeded=False,
+                    cache_salt=salt + apart,
+                )  # fmt: skip
+                async with aclosing(generator.generate(request)) as deltas:
+                    async for delta in deltas:
+                        seen.meter.add(len(delta.token_ids), one.deterministic)
+                        tokens += delta.token_ids
+                        stats = delta.stats or stats
+            seen.running[one.deterministic] -= 1
+            seen.ended(name, one, tokens, stats)
+
+    async def _stats(self) -> dict[str, Any]:
+        assert self.pool is not None
+        found: dict[str, Any] = await self.pool.ready[0].handle.stats.remote()
+        return found
+
+    async def _quiet(self) -> bool:
+        """Waits until nothing is left of a run; False where that takes too long."""
+        assert self.pool is not None
+        end = time.monotonic() + SETTLED_S
+        while time.monotonic() < end:
+            load, stats = self.engine.load(), await self._stats()
+            busy = load.running + load.waiting + self.pool.followed
+            if not busy + stats["direct"] + stats["active"] + stats["waiting"]:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    def close(self) -> None:
+        """Ends the cluster, with the verifier, and the engine."""
+        if self.pool is not None:
+            import ray
+
+            self.loop.call_soon_threadsafe(self.pool.close)
+            ray.shutdown()
+        self.engine.close()
+
+
+class OurSide(Side):
+    """Takes the orders: loads by the replica, steps by its engine alone."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(lambda: Adapted(replica.engine, replica.vocab))
+        self.replica = replica
+        self.ready |= replica.ready
+
+    def flow(self, load: dict[str, Any], mode: str, seed: str) -> dict[str, Any]:
+        """One load in one mode. One that fails is no reason to boot again."""
+        try:
+            found: dict[str, Any] = self.replica.run(self.replica.flow(load_of(load), mode, seed))
+        except Exception as error:
+            traceback.print_exc()
+            return {"failed": repr(error)[:1000]}
+        return found
+
+    def close(self) -> dict[str, Any]:
+        """Ends what it has started."""
+        self.replica.close()
+        return {"closed": True}

@@ -1,0 +1,161 @@
+"""The policy in a simulated cluster (tests/support/simulated_cluster.py): beside a replica that is pinned to
+either way it is never worse than the better one by more than a few per cent, and nobody changes its way
+often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+
+from llm42.session.load import Load, Progress, Way
+from llm42.session.policy import HOLD, choose
+from llm42.step_times import Costs
+from tests.support.simulated_cluster import Cluster, Job
+
+WARM_S, MEASURED_S = 14.0, 10.0
+WORSE = 0.04
+"""Of the better pinned way's tokens per second. Runs of this length differ by as much as 2 % by chance."""
+
+
+def jobs(
+    share: float, prompt: int = 256, most: int = 256, best_effort: tuple[int, int] | None = None
+) -> Iterator[Job]:
+    """Requests of mixed lengths, this share of them deterministic. best_effort: prompt and output of the
+    others."""
+    random, due = Random(1), 0.0
+    while True:
+        due += share
+        deterministic = due >= 1.0
+        due -= deterministic
+        lengths = (prompt, most) if deterministic or best_effort is None else best_effort
+        yield Job(deterministic, *(round(n * random.uniform(0.5, 1.5)) for n in lengths))
+
+
+def run(
+    mode: str,
+    share: float,
+    at_once: int,
+    prompt: int = 256,
+    slower: int = 1,
+    best_effort: tuple[int, int] | None = None,
+    **more: Any,
+) -> tuple[float, Cluster]:
+    """Tokens per second once the costs are known and a trial is over. slower: times as long, for requests
+    that take longer."""
+    cluster, source = Cluster(mode=mode, **more), jobs(share, prompt, best_effort=best_effort)
+    cluster.run(WARM_S * slower, source, at_once)
+    return cluster.run((WARM_S + MEASURED_S) * slower, source, at_once), cluster
+
+
+def beside_the_better(share: float, at_once: int, **more: Any) -> tuple[float, Cluster]:
+    """Tokens per second, as a share of the better pinned way's."""
+    pinned = {k: v for k, v in more.items() if k not in ("knows_neighbour", "decide", "movable")}
+    best = max(run(mode, share, at_once, **pinned)[0] for mode in ("verify", "direct"))
+    found, cluster = run("auto", share, at_once, **more)
+    return found / best, cluster
+
+
+FAST = Costs(((1.0, 0.02), (8.0, 0.03), (64.0, 0.16)), 2e-3)
+SLOW = Costs(((1.0, 0.06), (8.0, 0.12), (64.0, 0.3)), 4e-3)
+ROWS = Costs(((1.0, 0.06), (8.0, 0.08), (64.0, 0.24)), 4e-3)
+"""On a CPU, where the verifier decodes more slowly than the fast path does."""
+CPU = {"fast": FAST, "decode": SLOW, "windows": ROWS, "prompt": 32, "slower": 8}
+MOST_CHANGES = 6
+"""Of the plan in half a minute to two, in which nothing is known at first."""
+CASES: list[tuple[float, int, dict[str, Any]]] = [
+    *((share, at_once, {}) for share in (0.1, 0.5, 1.0) for at_once in (1, 8)),
+    *((share, 64, {"slower": 3}) for share in (0.1, 0.5, 1.0)),
+    *((share, 64, {"devices": 2}) for share in (0.02, 0.1, 0.5, 1.0)),
+    *((share, 64, {"wrong": 0.02, "slower": 3}) for share in (0.1, 0.5, 1.0)),
+    *((share, 64, {"movable": True, "slower": 3}) for share in (0.1, 0.5)),
+    *((share, 128, {"slower": 2}) for share in (0.2, 0.5)),
+    *((share, 256, {"slower": 4}) for share in (0.2, 0.3)),
+    *((share, 64, {"best_effort": (2000, 128), "slower": 5}) for share in (0.2, 0.5)),
+    (0.2, 128, {"prompt": 1000, "movable": True, "kv_tokens": 131072, "slower": 4}),
+    *((share, 64, {"prompt": 1024, "slower": 3}) for share in (0.1, 0.5, 1.0)),
+    *((share, 4, CPU) for share in (0.5, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("share", "at_once", "more"), CASES)
+def test_as_good_as_the_better_way(share: float, at_once: int, more: dict[str, Any]) -> None:
+    found, cluster = beside_the_better(share, at_once, **more)
+    assert found > 1.0 - WORSE
+    for job in cluster.ended:
+        assert job.changes <= bound(job)
+    assert cluster.standing.changes <= MOST_CHANGES
+
+
+def bound(job: Job) -> float:
+    """How often it may have changed its way: every decision is twice as far from the one before; for best
+    effort every other."""
+    return math.log2(job.output / HOLD + 1) * (1 if job.deterministic else 2)
+
+
+def test_moved_best_effort_is_faster() -> None:
+    """Half and half, all in one batch: better than either way without."""
+    found, _ = beside_the_better(0.5, 64, movable=True)
+    assert found > 1.15
+
+
+def test_control_without_regard_to_what_shares_the_device() -> None:
+    """Steps seem to take twice as long where both sides are busy, and what was measured so stays."""
+    found = [beside_the_better(share, at_once, knows_neighbour=False)[0] for share, at_once in WORST]
+    assert min(found) < 1.0 - WORSE
+
+
+WORST = [(0.5, 8), (1.0, 8), (0.5, 64)]
+
+
+@pytest.mark.parametrize("way", ["verify", "direct"])
+def test_control_the_wrong_way_is_noticed(way: Way) -> None:
+    found, _ = beside_the_better(0.1 if way == "direct" else 1.0, 64, decide=lambda _, __: way)
+    assert found < 1.0 - WORSE
+
+
+# ---- hysteresis
+
+
+class FlipFlop:
+    """Always the other way."""
+
+    def __call__(self, request: Progress, load: Load) -> Way:
+        return "direct" if request.way == "verify" else "verify"
+
+
+def test_nobody_changes_often_whatever_is_decided() -> None:
+    cluster = Cluster(decide=FlipFlop())
+    cluster.run(WARM_S, jobs(1.0, most=1000), 8)
+    assert cluster.ended and all(job.changes <= bound(job) for job in cluster.ended)
+    assert max(job.changes for job in cluster.ended) >= 2
+
+
+def after_a_change(**more: Any) -> tuple[Cluster, list[int]]:
+    """Deterministic requests alone, which are decoded directly; then best effort comes, and direct is the
+    worse way. The verifier's counts are late. What requests of others the policy is told of in the end."""
+    told = list[int]()
+
+    def decide(request: Progress, load: Load) -> Way:
+        told.append(load.verifier.others if load.verifier is not None else 0)
+        return choose(request, load)
+
+    cluster, alone = Cluster(late_s=2.0, decide=decide, **more), jobs(1.0, most=2000)
+    cluster.run(8.0, alone, 16)
+    told.clear()
+    cluster.run(20.0, jobs(0.05, most=2000), 96)
+    return cluster, told
+
+
+def test_late_counts_are_nobody_elses() -> None:
+    """Those who went to verify are, in the verifier's count of a moment ago, not other replicas' requests."""
+    cluster, told = after_a_change()
+    assert cluster.plan == "verify" and cluster.changes, "the case is one"
+    assert max(told) == 0
+
+
+def test_control_they_would_be_taken_for_others() -> None:
+    assert max(after_a_change(knows_peak=False)[1]) > 0
