@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -140,7 +141,8 @@ def test_affinity_leaves_attention_as_it_comes(tmp_path: Path, width: int) -> No
     place, whole = shape_of(tmp_path / "model", width), {"flash_attn_max_num_splits_for_cuda_graph": 1}
     assert "attention_config" not in near(place)
     assert near(place, attention_config=whole)["attention_config"] == whole, "what is asked for is given"
-    plain = Settings.load({"engine": {"kind": "vllm", "vllm": {"custom_ops": ["+silu_and_mul"]}}})
+    engine = {"kind": "vllm", "vllm": {"custom_ops": ["+silu_and_mul"]}}
+    plain = Settings.load({"model": {"device": "cuda"}, "engine": engine})
     changed = {k for k, v in near(place).items() if engine_arguments(plain, str(place)).get(k) != v}
     assert changed == ({"compilation_config"} if width > 2048 else set())
 
@@ -155,6 +157,20 @@ def test_affinity_leaves_no_order_of_a_wide_model_to_a_measurement_of_time(tmp_p
     assert inner["benchmark_combo_kernel"] is False
     assert inner["x"] == 1
     assert carried_launch(2048) != carried_launch(4096), "the verifier's norm takes the launch of that mode"
+
+
+def test_a_worker_on_a_cpu_asks_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM is told to load asks when it is loaded, and is loaded on a CPU only."""
+    place, asked = (
+        engine_arguments(settings_of(), "/model")["worker_extension_cls"].rpartition("."),
+        list[int](),
+    )
+    monkeypatch.setattr("torch.cpu._init_amx", lambda: asked.append(1))
+    monkeypatch.delitem(sys.modules, place[0], raising=False)
+    assert getattr(importlib.import_module(place[0]), place[2])
+    assert asked == [1]
+    cuda = Settings.load({"model": {"device": "cuda"}, "engine": {"kind": "vllm"}})
+    assert "worker_extension_cls" not in engine_arguments(cuda, "/model")
 
 
 def test_engine_arguments() -> None:

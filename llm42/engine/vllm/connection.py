@@ -1,5 +1,5 @@
 """Starts vLLM and talks to it: the only module of ours that imports vllm, when an engine
-starts. (draw.py is loaded by vLLM itself.)
+starts. (draw.py and amx.py are loaded by vLLM itself.)
 
 vLLM 0.26 (on a GPU), 0.27 and 0.32 (on a CPU) are known to work; what lies between is let through. What is
 used of them: AsyncEngineArgs, AsyncLLM (from_engine_args, generate, abort, errored, shutdown, vllm_config),

@@ -27,6 +27,7 @@ from it (combining kernels is decided by time as well, and refused in that mode)
 of kernels only: no slower step was seen with it (benchmarks/NOTES.md)."""
 MAX_LOGPROBS = 20
 _DRAW = "llm42.engine.vllm.draw:CanonicalDraw"
+_AMX = "llm42.engine.vllm.amx.AllowsAMX"
 
 _OURS = "the engine depends on it"
 _SPECULATION = (
@@ -100,6 +101,8 @@ def engine_arguments(settings: Settings, model: str) -> dict[str, Any]:
     }
     if v.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = v.max_num_batched_tokens
+    if settings.model.device == "cpu":
+        arguments["worker_extension_cls"] = _AMX
     near: dict[str, Any] = _affinity_arguments(model) if settings.verifier.affinity == "vllm" else {}
     custom = {"compilation_config": {"custom_ops": list(v.custom_ops)}} if v.custom_ops else {}
     merged = _merged(_merged(_merged(arguments, custom), near), v.extra_args)
