@@ -61,7 +61,7 @@ def test_what_is_said_stands() -> None:
 def test_sections_that_are_objects_already() -> None:
     settings = Settings(engine=EngineSettings(kind="canonical"))
     assert settings.session.mode == "direct"
-    with pytest.raises(pydantic.ValidationError, match=r"session\.mode 'auto'"):
+    with pytest.raises(pydantic.ValidationError, match=r"session\.mode 'verify'"):
         Settings(engine=EngineSettings(kind="canonical"), session=SessionSettings())
 
 
