@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from llm42 import fingerprint as fp
 from llm42.checkpoint.load import load_for
+from llm42.cli.affinity import run_affinity
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
 from llm42.local.affinity import Comparison, compare_outputs
@@ -249,3 +251,15 @@ def test_the_loads_of_a_device() -> None:
     assert [n for _, n, _ in kinds(few, 2, 3)] == [2, 2, 3, 3]
     with pytest.raises(TooMany, match="--concurrent 5: the engine decodes 4 at a time"):
         kinds(few, 5)
+
+
+def test_the_command_tells_each_load(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    run_affinity(settings, 3, 6, (2, 3), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    told = [(x["load"], x["concurrent"], x["requests"]) for x in found["loads"]]
+    assert told == [("decode", 2, 3), ("mixed", 2, 3), ("decode", 3, 3), ("mixed", 3, 3)]
+    assert all(x["tokens"] > 0 and x["mismatches_per_1000"] < 500 for x in found["loads"])
+    assert found["operator"] or found["note"]
+    run_affinity(settings, 1, 2, (1,), as_json=False)
+    text = capsys.readouterr().out
+    assert "rollbacks" in text and "mixed" in text
