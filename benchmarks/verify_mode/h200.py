@@ -16,11 +16,11 @@ gains at most at 1024/256: verify with the prompts in vLLM's cache over verify (
 best_effort_step_max: the time between tokens of best effort through the adapter, over vLLM's, of the worst
 number of sequences and context.
 
-All rows of a stage run once, then those of --again, for as long as they fit into --limit-s; DIR/NAME.json is
-written after each, and DIR/STAGE/SIDE.log has what a side said. Within --reuse-s, what vLLM found under a
-load stands for the same load with another share of deterministic requests, of which it knows nothing. Predictions, loads and
-targets: cells.py. Deterministic answers of the modes in a round are compared: equal, or the run has failed.
-The exit status counts what did not work or was left out.
+All rows of a stage run once, then those of --again, for as long as they fit into --limit-s; DIR/NAME.json
+is written after each, and DIR/STAGE/SIDE.log has what a side said. Within --reuse-s, what vLLM found under
+a load stands for the same load with another share of deterministic requests, of which it knows nothing.
+Predictions, loads and targets: cells.py. Deterministic answers of the modes in a round are compared: equal,
+or the run has failed. The exit status counts what did not work or was left out.
 """
 
 from __future__ import annotations
