@@ -128,7 +128,7 @@ class Replica:
         generator, salt = self.generators["verify" if mode == "warmed" else mode], f"{mode}-{seed}"
         prompts = Prompts(load, seed, self.vocab, mode == "warmed")
         await asyncio.gather(*(self._warm(generator, prompt, salt) for prompt in prompts.all))
-        before = await self._stats()
+        before, preempted = await self._stats(), self.engine.load().preemptions
         self.watched.take()
         seen, source = Seen(Meter(load)), wanted(load, seed, self.vocab)
         spent = time.process_time()
@@ -144,6 +144,7 @@ class Replica:
             after = await self._stats()
             found["verifier"] = {name: after[name] - before[name] for name in COUNTERS if name in after}
             found["engine_prompts"] = self.watched.take()
+            found["engine_preemptions"] = self.engine.load().preemptions - preempted
             found["expected"] = generator.ways.expected(self.pool)
         finally:
             for client in clients:
