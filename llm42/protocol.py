@@ -137,6 +137,8 @@ class Window:
     """Ids that end the output; said where there is credit."""
     max_len: int = 0
     """Length of prompt and output together at which the output ends; said where there is credit."""
+    yields: bool = False
+    """Its request gives way to others in the verifier: an engine goes on with it at any time."""
 
 
 @across_releases

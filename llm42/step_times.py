@@ -30,6 +30,8 @@ TELL_S, SILENT_S = 0.05, 0.5
 """How far apart what is told of another process has to be, and for how long it stands."""
 LATE_S = 3.0
 """So old the status of a verifier may be: the supervisor asks every second, and is asked every half."""
+FAR = 2.0
+"""Two measurements of what a row costs that differ by more are not of the same: one is wrong."""
 CLEAN = 3
 """With so many steps of a size that computed nothing else, the others tell nothing of it."""
 
@@ -128,11 +130,15 @@ class Neighbour:
 class StepTimes:
     """Written by one thread, read by any."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self.worked = clock, Worked(clock)
+    def __init__(self, clock: Callable[[], float] = time.monotonic, late: bool = False) -> None:
+        """late: a prompt's rows are told with its last ones, whenever the others were computed."""
+        self._clock, self.worked, self.late = clock, Worked(clock), late
         self.neighbour: Callable[[], float] = lambda: 0.0
         """For how many seconds whoever shares the device has computed so far: half of them were not this
         side's."""
+        self.row_s: Callable[[], float] = lambda: 0.0
+        """Seconds of a row of a prompt as somebody else has measured them, of the same model on the same
+        device; 0.0: nobody has. Asked where what is told of rows is too late to tell what they cost."""
         self._seen = clock(), 0.0
         self._sizes: list[deque[_Step]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._found, self._looked_at, self._news = Costs(), -LOOK_S, False
@@ -159,12 +165,20 @@ class StepTimes:
         now = self._clock()
         if (not self._found.times and self._news) or now - self._looked_at >= LOOK_S:
             sizes = [[s for s in list(size) if now - s[3] < OLD_S] for size in self._sizes]
-            self._found, self._looked_at, self._news = _evaluated(sizes), now, False
+            self._found, self._looked_at, self._news = _evaluated(sizes, self._row_s()), now, False
         return self._found
 
+    def _row_s(self) -> float:
+        try:
+            return self.row_s() if self.late else 0.0
+        except Exception:  # as of a neighbour
+            return 0.0
 
-def _evaluated(sizes: Sequence[Sequence[_Step]]) -> Costs:
+
+def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:
     row_s = _row_s(sizes)
+    if theirs and not theirs / FAR <= row_s <= theirs * FAR:
+        row_s = theirs
     found = [_alone(steps, row_s) for steps in sizes[1:] if steps]
     for at in range(len(found) - 2, -1, -1):  # fewer rows never take longer
         found[at] = found[at][0], min(found[at][1], found[at + 1][1])
@@ -191,8 +205,12 @@ def _alone(steps: Sequence[_Step], row_s: float) -> tuple[float, float]:
     """Rows and seconds of a step of this size without the others' rows."""
     clean = [s for s in steps if not s[1]]
     used = clean if len(clean) >= CLEAN else steps
-    seconds = median(max(s[2] / 10, s[2] - row_s * s[1]) for s in used)
-    return fmean(s[0] for s in used), seconds
+    rows = fmean(s[0] for s in used)
+    if used is clean:
+        return rows, median(s[2] for s in clean)
+    # means: rows that one step is told of may have been another's
+    seconds = fmean(s[2] for s in used)
+    return rows, max(seconds / 10, seconds - row_s * fmean(s[1] for s in used))
 
 
 class Fading:

@@ -29,7 +29,7 @@ from benchmarks.lib.random_model import LLAMA_8B, write_random
 from benchmarks.lib.report import RESULTS, Figure, report
 from benchmarks.lib.vllm_setup import prompts_of
 from llm42.config import Settings
-from llm42.local.affinity import chat_prompts
+from llm42.local.affinity_loads import chat_prompts
 from llm42.local.assembly import Local
 from llm42.protocol import Commit, Request, RequestStats, SamplingParams, Window
 from llm42.text.tokenizer import Tokenizer

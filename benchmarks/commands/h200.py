@@ -142,15 +142,18 @@ def _generated(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def affinity(lab: Lab) -> None:
-    """Mismatches per 1,000 of the torch engine."""
+    """Mismatches per 1,000 of the torch engine, under each load."""
     command = [*LLM42, "affinity", "--json", "--requests", "16", "--tokens", "64", "-c", lab.config("small")]
     lab.run("affinity", command, figures=_near)
 
 
 def _near(reply: dict[str, Any]) -> dict[str, Any]:
-    replayed = reply["replay"]
     names = ("tokens", "mismatches", "mismatches_per_1000", "equal_share")
-    return {"engine": reply["engine"]} | {name: replayed[name] for name in names}
+    loads = {
+        f"{load['load']}_{load['concurrent']}": {name: load[name] for name in names}
+        for load in reply["loads"]
+    }
+    return {"engine": reply["engine"], "loads": loads}
 
 
 def demo(lab: Lab) -> None:

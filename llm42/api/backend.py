@@ -31,6 +31,8 @@ class Status:
     kv_used: int = 0
     kv_total: int = 0
     verifier_states: tuple[str, ...] = field(default=())
+    rollbacks_expected: str = ""
+    """What is known of the rollbacks beside this engine; "" where nothing is to be said."""
     skew: bool = False
     """Deterministic requests are refused: `detail` says in what the parts of the service differ."""
 

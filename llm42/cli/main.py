@@ -159,16 +159,22 @@ def top(
 @app.command()
 def affinity(
     config: ConfigOption = None,
-    requests: Annotated[int, typer.Option(min=1, help="prompts to answer")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, help="output tokens of each prompt")] = 128,
-    concurrent: Annotated[int, typer.Option(min=1, help="requests at a time")] = 8,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="prompts of each load; default: twice those at a time")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="output tokens of each prompt, at most")] = 128,
+    concurrent: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="requests at a time, may be repeated; default: 8, on a GPU also 64"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Holds the fast path's answers against the verifier's: mismatches, each of which costs a rollback."""
+    """Holds the fast path's answers against the verifier's, decoding alone and beside prompts: how many
+    rollbacks to expect."""
     settings = settings_here(config)
     from llm42.cli.affinity import run_affinity
 
-    run_affinity(settings, requests, tokens, concurrent, as_json)
+    run_affinity(settings, requests, tokens, concurrent or (), as_json)
 
 
 @app.command()

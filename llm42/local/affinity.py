@@ -1,9 +1,12 @@
-"""How near a fast path's bits are to the verifier's: the figure behind rollbacks.
+"""How near a fast path's bits are to the verifier's: how many rollbacks to expect, and under which load.
 
 The fast path's own outputs go through the verifier with every token before a position as the fast
 path had it (teacher forcing). A *mismatch* is a position where the verifier would have chosen another token:
 each costs a rollback. The share of equal log-probabilities moves long before mismatches vanish, so it says
-which way a change of kernels leads."""
+which way a change of kernels leads.
+
+What else is in a step can change the bits of the fast path, so it is measured under two loads
+(affinity_loads.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +18,10 @@ from typing import Any
 from llm42.config import Settings
 from llm42.engine.torch.engine import TorchEngine
 from llm42.errors import VerificationFailed
+from llm42.local.affinity_loads import Load, answers, loads_of
 from llm42.local.affinity_trace import OperatorDifference, first_difference
-from llm42.local.assembly import Local, Output, Progress, output_of, require_fast_path, verified
-from llm42.local.demo import PROMPTS
-from llm42.protocol import Failure, Request, SamplingParams, Window
-from llm42.text.tokenizer import Tokenizer
+from llm42.local.assembly import Local, Progress, require_fast_path, verified
+from llm42.protocol import Failure, SamplingParams, Window
 from llm42.verifier.scheduler import Verifier
 from llm42_kernels.cpu import cpu_operators
 
@@ -60,9 +62,7 @@ class AffinityReport:
 
     engine: str
     fingerprint: str
-    requests: int
-    concurrent: int
-    comparison: Comparison
+    loads: list[tuple[Load, Comparison]]
     operator: OperatorDifference | None = None
     note: str = ""
     """Why no operator is named."""
@@ -70,8 +70,11 @@ class AffinityReport:
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
         found = asdict(self)
-        del found["comparison"]
-        return found | {"replay": self.comparison.to_json()}
+        loads = [
+            {"load": load.kind, "concurrent": load.concurrent, "requests": load.requests} | seen.to_json()
+            for load, seen in self.loads
+        ]
+        return found | {"loads": loads}
 
 
 async def compare_outputs(
@@ -112,55 +115,39 @@ def _window(
     return Window(f"compare-{index}", tokens, len(prompt), tuple(output[begin:]), sampling)
 
 
-async def fast_outputs(
-    local: Local, prompts: Sequence[Sequence[int]], max_tokens: int, concurrent: int
-) -> list[Output]:
-    """What the fast path answers to greedy best-effort requests, `concurrent` at a time, in their order."""
-    gate = asyncio.Semaphore(concurrent)
-
-    async def one(index: int, prompt: Sequence[int]) -> Output:
-        request = Request(f"affinity-{index}", tuple(prompt), max_tokens, num_logprobs=0)
-        async with gate:
-            return await output_of(local.generate(request))
-
-    return list(await asyncio.gather(*(one(i, p) for i, p in enumerate(prompts))))
-
-
-def chat_prompts(tokenizer: Tokenizer, count: int) -> list[list[int]]:
-    """The demonstration's prompts, repeated with other endings as often as needed."""
-    endings = ("", " Answer in detail.", " Keep it short and simple.", " Give an example.")
-    texts = [PROMPTS[i % len(PROMPTS)] + endings[i // len(PROMPTS) % len(endings)] for i in range(count)]
-    return [tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": t}])) for t in texts]
-
-
 def measure_affinity(
     settings: Settings,
-    requests: int = 16,
+    requests: int | None = None,
     max_tokens: int = 128,
-    concurrent: int = 8,
+    concurrent: Sequence[int] = (),
     progress: Progress = lambda _: None,
 ) -> AffinityReport:
-    """Runs the configured fast path under load, compares its outputs with the verifier's, and operators where
-    this process can see them. Raises LLM42Error."""
+    """Runs the configured fast path under each load, compares its outputs with the verifier's, and operators
+    where this process can see them. requests: of a load; None: twice what it has at a time. concurrent: how
+    many at a time; none: what suits the device. Raises LLM42Error."""
     require_fast_path(settings)
     settings = verified(settings)  # or a verifier might be compared with itself
+    loads = loads_of(settings, concurrent, requests)
     with Local(settings, progress=progress) as local:
-        prompts = chat_prompts(local.tokenizer, requests)
-        progress("Generating")
-        outputs = asyncio.run(fast_outputs(local, prompts, max_tokens, concurrent))
-        progress("Comparing")
-        tokens, logprobs = [o.tokens for o in outputs], [o.logprobs for o in outputs]
-        found = asyncio.run(compare_outputs(local.verifier, prompts, tokens, logprobs))
-        report = AffinityReport(settings.engine.kind, local.verifier.fingerprint, requests, concurrent, found)
+        report = AffinityReport(settings.engine.kind, local.verifier.fingerprint, [])
+        for load in loads:
+            progress(f"Generating: {load.kind}, {load.concurrent} at a time")
+            prompts = load.prompts(local.tokenizer, settings.model.max_model_len - max_tokens)
+            outputs = asyncio.run(answers(local, load, prompts, max_tokens))
+            progress(f"Comparing: {load.kind}, {load.concurrent} at a time")
+            tokens, logprobs = [o.tokens for o in outputs], [o.logprobs for o in outputs]
+            found = asyncio.run(compare_outputs(local.verifier, prompts, tokens, logprobs))
+            report.loads.append((load, found))
+            if load is loads[0]:
+                begin = len(prompts[0])
+                sequence = (*prompts[0], *tokens[0])[: begin + TRACED_TOKENS]
         engine = local.engine
         if not isinstance(engine, TorchEngine) or settings.model.device != "cpu":
             report.note = "operators are compared where both sides run in this process on CPU"
             return report
         progress("Comparing operators")
-        prompt = prompts[0]
-        sequence = (*prompt, *outputs[0].tokens)[: len(prompt) + TRACED_TOKENS]
         parts = settings, engine.model, cpu_operators(), local.verifier.manifest
-        report.operator = first_difference(*parts, sequence, len(prompt), concurrent)
+        report.operator = first_difference(*parts, sequence, begin, loads[0].concurrent)
         if report.operator is None:
             report.note = f"no operator differs over {len(sequence)} tokens"
         return report

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Protocol
 
 from llm42.engine.base import EngineOutput
-from llm42.errors import LLM42Error, VerificationFailed
-from llm42.protocol import Commit, Delta, Failure, Request
+from llm42.errors import LLM42Error, VerificationFailed, VerifierUnavailable
+from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.session.actions import Action
 from llm42.session.direct import DirectDrive
 from llm42.session.drive import Owner, Shared
 from llm42.session.inbox import ANY, NONE, Inbox
+from llm42.session.load import Way
 from llm42.session.outputs import joined, prompt_alone, require_no_error, to_delta
-from llm42.session.policy import WAIT_DEADLINES, Way
+from llm42.session.policy import WAIT_DEADLINES
 from llm42.session.verify_call import judged
 from llm42.session.ways import AFTER, may_move
 from llm42.telemetry import metrics as m
@@ -50,6 +51,10 @@ class Moved(DirectDrive):
         except ValueError as error:
             log.exception("a verifier's answer to a best-effort request does not fit")
             raise VerificationFailed(str(error)) from error
+
+    def _send(self, window: Window) -> None:
+        """Who was promised tokens of a verifier is never kept from them by who was not."""
+        super()._send(replace(window, yields=True))
 
     def _unheard_s(self) -> float:
         """Whatever the reason is: it was moved to be faster."""
@@ -176,14 +181,19 @@ class BestEffort:
         self._moved.begin()
 
     async def _advance_moved(self, moved: Moved) -> Delta | None:
+        ways, begun = self._owner.ways, moved.begun
         try:
             delta = await moved.advance()
-        except LLM42Error:
+        except LLM42Error as error:
+            if isinstance(error, VerifierUnavailable):  # else it is about this request alone
+                ways.came_back()
             self._go_back(moved)
-            self._decided_at = len(self._output) + AFTER * self._owner.ways.hold
+            self._decided_at = len(self._output) + AFTER * ways.hold
             return None
         if delta is None:
             return None
+        if not begun:
+            ways.came_on()
         delta = self._taken(delta)
         if self._may_change() and self._goes("direct") != "direct":
             self._go_back(moved)

@@ -13,9 +13,9 @@ from llm42.errors import FingerprintChanged
 from llm42.protocol import Commit, Delta, FinishReason, Request, RequestStats
 from llm42.session.actions import Action, Emit
 from llm42.session.interfaces import VerifierClient
+from llm42.session.load import Way
 from llm42.session.machine import Session
 from llm42.session.outputs import to_delta
-from llm42.session.policy import Way
 from llm42.session.prompt_scores import score_prompt
 from llm42.session.ways import Ways
 from llm42.telemetry import metrics as m

@@ -91,7 +91,7 @@ class Generator:
                     self.ways.came(request, output, len(delta.token_ids))
                     output += len(delta.token_ids)
                     yield delta
-            self.ways.ended_best_effort(request, output)
+            self.ways.ended_best_effort(output)
 
     @contextmanager
     def _passing(self, request: Request, text: OutputText) -> Iterator[BestEffort]:

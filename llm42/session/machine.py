@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from llm42.config import SessionSettings
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, TokenLogprob, Window
 from llm42.session.actions import Action, Emit, Extend, Renew, Resend, Rollback
-from llm42.session.policy import Way
+from llm42.session.load import Way
 
 
 @dataclass(slots=True)

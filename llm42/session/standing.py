@@ -1,166 +1,222 @@
-"""How long a plan stands. The model of policy.py says which way seems cheaper; the counts that it is told
-depend on the way that is taken, and costs drift. So a change is tried: if requests do not go on faster, the
-replica goes back, and stays for twice as long each time. Pure: times and counts are told."""
+"""How long a plan stands. The model of rounds.py says which way seems cheaper, and is corrected by how long
+rounds really take: for the present way that is measured all the time, for another one since it was taken the
+last time. A change is tried: if rounds do not get shorter the replica goes back, and stays for twice as long
+each time. Pure: times and counts are told."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llm42.session.policy import Way
+from llm42.session.load import LEAST_LEFT, Plan, Rounds
 
 SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
-HOLD_S, LONGEST_HOLD_S = 120.0, 480.0
-"""After a trial no other way is tried for so long; twice as long after each."""
-CLEARLY, NEARLY = 0.75, 1.6
-"""Beside what the present way costs: so cheap a way is taken at once where nothing was measured of the
-present one; one that costs so much is tried once, since the model may be wrong by that much."""
+RESTED_S = 1.0
+"""Where nothing was in progress for so long, measuring begins anew."""
+HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
+"""After a trial no other way is tried for so long; twice as long after each that failed."""
+MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
+"""Another plan must seem to save so much of a round; so much where a load begins, of which nothing was
+measured, at first beside verify, which measures both sides; and so much to be taken later without that."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
-FEW, LEARN = 4, 0.02
+FEW, LEARN, ENOUGH, LEARN_LENGTHS = 4, 0.02, 16, 0.05
 NOISE, WORSE = 0.01, 0.06
 """Two measurements differ by so much by chance; one that is so much worse halfway is enough."""
-PROMPT_TOKEN = 1 / 8
-"""What a token of a prompt counts beside one of output."""
 
 
 @dataclass(slots=True)
 class Done:
     """What a replica has done so far."""
 
-    work: float = 0.0
-    """Tokens of output, and of prompts by PROMPT_TOKEN."""
+    tokens: int = 0
+    """Of output."""
     ended: int = 0
     """Requests."""
     share: float = 0.0
     """Of deterministic ones among those that began: this does not depend on the way."""
     began: int = 0
 
-    def came(self, tokens: int, prompt: int = 0) -> None:
-        """Output of a request; with the first the prompt's length."""
-        self.work += tokens + PROMPT_TOKEN * prompt
+    idle_since: float | None = None
+    """When the last one in progress ended; None: since the last question there was always one."""
+
+    @property
+    def begins(self) -> float | None:
+        """The share, once enough have begun for it to say something."""
+        return self.share if self.began >= ENOUGH else None
 
     def begin(self, deterministic: bool) -> None:
         """A request has begun."""
         self.began += 1
         self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
 
+    def end(self, now: float, left: int) -> None:
+        """A request has ended, and so many are left."""
+        self.ended += 1
+        self.idle_since = None if left else now
+
+    def rested(self, now: float) -> float:
+        """Seconds without a request, before the one that is asked for now; told once."""
+        since, self.idle_since = self.idle_since, None
+        return 0.0 if since is None else now - since
+
+
+@dataclass(slots=True)
+class Lengths:
+    """Of typical requests of one kind, in tokens: means of late. Prompts are known as they begin."""
+
+    prompt: float = 0.0
+    output: float = float(LEAST_LEFT)
+    _began: int = 0
+    _ended: int = 0
+
+    def begin(self, prompt: int) -> None:
+        """One has begun."""
+        self._began += 1
+        self.prompt += max(LEARN_LENGTHS, 1 / self._began) * (prompt - self.prompt)
+
+    def end(self, output: int) -> None:
+        """One has ended."""
+        self._ended += 1
+        self.output += max(LEARN_LENGTHS, 1 / self._ended) * (output - self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment, and what had been done until then."""
+
+    at: float = 0.0
+    tokens: int = 0
+    busy: float = 0.0
+    """Requests in progress, summed up over time: what a load less needs no other way."""
+    ended: int = 0
+
+    def round_s(self, before: Mark) -> float | None:
+        """How long a round has been since; None: no token has come."""
+        tokens = self.tokens - before.tokens
+        return (self.busy - before.busy) / tokens if tokens else None
+
 
 class Standing:
     """The plan of a replica."""
 
     def __init__(self) -> None:
-        self.plan: Way | None = None
+        self.plan: Plan | None = None
         self.changes = 0
-        self._now = self._busy = self._until = self._since = 0.0
-        """_busy: requests in progress, summed up over time: what a load less needs no other way."""
+        self._now = Mark()
         self._mean = 0.0
         """Requests in progress, of late."""
         self._load: tuple[float, float | None] = 0.0, None
         """That, and the share of deterministic ones, when the load was another the last time."""
-        self._hold_s, self._near, self._blind = HOLD_S, True, True
-        self._ended = 0
-        self._from: tuple[float, float, float, int] | None = None
-        """When measuring began, and work, busy and ended then."""
+        self._forget()
+        self._take(None)
+
+    def _forget(self) -> None:
+        self._hold_s, self._until, self._blind = HOLD_S, self._now.at, True
+        self._off: dict[Plan, float] = {}
+        """By how much rounds are longer than the model says."""
+
+    def _take(self, plan: Plan | None) -> None:
+        self.changes += self.plan is not None and plan != self.plan
+        self.plan, self._since = plan, self._now
+        self._from: Mark | None = None
+        """When measuring began."""
         self._measured: float | None = None
-        """Speed of the present plan, per request."""
-        self._tried: tuple[float, float] | None = None
-        """The speed before a trial that goes on, and how much faster it has to be."""
+        """A round of the present plan."""
+        self._before: tuple[Plan, float] | None = None
+        """While a plan is on trial: the one before, and its round."""
 
-    @property
-    def tries(self) -> bool:
-        """Whether a plan is on trial: nothing else is to change meanwhile."""
-        return self._tried is not None
-
-    def next(
-        self, now: float, count: int, done: Done, cost: Mapping[Way, float], proposed: Way | None
-    ) -> Way | None:
-        """The plan from now on. count: requests in progress. cost: what the model expects."""
-        passed_s = min(1.0, now - self._now)
-        self._busy += count * passed_s
-        self._mean += (count - self._mean) * passed_s / MEAN_S
-        self._now = now
-        if proposed is None or self.plan is None or not cost:
-            if proposed != self.plan:
-                self._take(proposed, done)
+    def next(self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool) -> Plan | None:
+        """The plan from now on. count: requests in progress. rounds: what the model expects; None: too little
+        is known, or nobody asks. room: whether verifiers have room for best effort."""
+        mark, rested_s = self._now, done.rested(now)
+        passed_s = max(0.0, now - mark.at - rested_s)
+        self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
+        self._mean *= max(0.0, 1.0 - rested_s / MEAN_S)
+        self._mean += (count - self._mean) * min(1.0, passed_s / MEAN_S)
+        if rested_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
+            self._since, self._from = self._now, None
+        if rounds is None:
             return self.plan
-        self._look(count, done)
-        self._measure(count, done)
-        if self._tried is not None:
-            self._judge(done)
+        expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}
+        if room:
+            expected["moved"] = rounds.moved
+        if self.plan is None:
+            self._mean = float(count)
+        if self.plan not in expected:  # none yet, or there is no room for it any more
+            self._begin(expected, "verify")
+            return self.plan
+        if self._is_another_load(done):
+            self._forget()
+            self._begin(expected, self.plan)
+        self._measure(count, expected[self.plan])
+        if self._before is not None:
+            self._judge(self._before)
         else:
-            self._consider(cost, done)
+            self._consider(expected)
         return self.plan
 
-    def _take(self, plan: Way | None, done: Done) -> None:
-        self.changes += self.plan is not None and plan != self.plan
-        self.plan, self._since, self._ended = plan, self._now, done.ended
-        self._from = self._measured = self._tried = None
+    def _cheapest(self, expected: dict[Plan, float]) -> Plan:
+        return min(expected, key=lambda plan: expected[plan] * self._off.get(plan, 1.0))
 
-    def _look(self, count: int, done: Done) -> None:
-        """Another load begins anew."""
-        before, share = self._load
-        if share is None and done.began >= 1 / LEARN:
-            self._load = before, done.share
-        most, least = max(before, self._mean), min(before, self._mean)
+    def _begin(self, expected: dict[Plan, float], otherwise: Plan) -> None:
+        plan = self._cheapest(expected)
+        self._take(plan if expected[plan] < (1.0 - FIRST) * expected[otherwise] else otherwise)
+
+    def _is_another_load(self, done: Done) -> bool:
+        count, share = self._load
+        if not count or (share is None and done.began >= 1 / LEARN):
+            count, share = count or self._mean, done.share if done.began >= 1 / LEARN else None
+            self._load = count, share
+        most, least = max(count, self._mean), min(count, self._mean)
         other_share = share is not None and abs(done.share - share) > NEWS_SHARE
-        if (most > NEWS * least and most - least >= FEW) or other_share:
-            self._load = self._mean, done.share if other_share else share
-            self._hold_s, self._until = HOLD_S, self._now
-            self._near = self._blind = True
-            self._take(self.plan, done)
+        if not other_share and not (most > NEWS * least and most - least >= FEW):
+            return False
+        self._load = self._mean, done.share if share is not None else None
+        return True
 
-    def _over(self, since: float, ended: int, least_s: float, count: float, done: Done) -> bool:
-        age_s = self._now - since
-        return age_s >= least_s and (done.ended - ended >= count or age_s >= LONGEST_S)
+    def _over(self, since: Mark, least_s: float, count: float) -> bool:
+        age_s = self._now.at - since.at
+        return age_s >= least_s and (self._now.ended - since.ended >= count or age_s >= LONGEST_S)
 
-    def _measure(self, count: int, done: Done) -> None:
-        if self._from is None:
-            if self._over(self._since, self._ended, SETTLE_S, count, done):
-                self._from = self._now, done.work, self._busy, done.ended
-            return
-        since, work, busy, ended = self._from
-        if self._over(since, ended, MEASURE_S, 1.5 * count, done) and self._busy > busy:
-            self._measured = (done.work - work) / (self._busy - busy)
-            self._from = self._now, done.work, self._busy, done.ended
-
-    def _judge(self, done: Done) -> None:
-        assert self._tried is not None
-        before, needed = self._tried
-        if self._measured is None and self._from is not None:
-            since, work, busy, _ = self._from
-            if self._now - since >= MEASURE_S / 2 and done.work - work < before * (1 - WORSE) * (
-                self._busy - busy
-            ):
-                self._measured = 0.0
-        if self._measured is None:
-            return
-        if self._measured < before * needed:
-            self._take(other(self.plan), done)
-        self._tried = None
-        self._until = self._now + self._hold_s
-        self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
-
-    def _consider(self, cost: Mapping[Way, float], done: Done) -> None:
+    def _measure(self, count: int, expected: float) -> None:
         assert self.plan is not None
-        ratio = cost[other(self.plan)] / cost[self.plan]
+        if self._from is None:
+            self._from = self._now if self._over(self._since, SETTLE_S, count) else None
+        elif self._over(self._from, MEASURE_S, 1.5 * count):
+            self._measured, self._from = self._now.round_s(self._from), self._now
+            if self._measured is not None:
+                self._off[self.plan] = self._measured / expected
+
+    def _judge(self, before: tuple[Plan, float]) -> None:
+        plan, round_s = before
+        found = self._measured
+        if found is None and self._from is not None and self._now.at - self._from.at >= MEASURE_S / 2:
+            found = self._now.round_s(self._from)
+            found = None if found is None or found < round_s * (1.0 + WORSE) else found
+        if found is None:
+            return
+        self._before, failed = None, found > round_s * (1.0 + NOISE)
+        if failed:
+            assert self.plan is not None
+            self._off[self.plan] = max(self._off.get(self.plan, 1.0), found / round_s)
+            self._take(plan)
+            self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
+        self._until = self._now.at + self._hold_s
+
+    def _consider(self, expected: dict[Plan, float]) -> None:
+        assert self.plan is not None
+        other = self._cheapest(expected)
+        saved = 1.0 - expected[other] * self._off.get(other, 1.0) / (
+            expected[self.plan] * self._off.get(self.plan, 1.0)
+        )
         if self._measured is None:
-            if ratio < CLEARLY and self._blind:
+            if saved > CLEARLY and self._blind and self._now.at - self._since.at >= SETTLE_S:
                 self._blind = False
-                self._take(other(self.plan), done)
-            return
-        if self._now < self._until:
-            return
-        cheaper = ratio < 1.0 - 2 * NOISE
-        if cheaper or (self._near and ratio < NEARLY):
-            before, self._near = self._measured, False
-            self._take(other(self.plan), done)
-            self._tried = before, 1.0 if cheaper else 1.0 + NOISE
-
-
-def other(way: Way | None) -> Way:
-    """The one that is not taken."""
-    return "verify" if way == "direct" else "direct"
+                self._take(other)
+        elif saved > MARGIN and self._now.at >= self._until:
+            before = self.plan, self._measured
+            self._take(other)
+            self._before = before

@@ -15,33 +15,32 @@ from llm42.engine.base import SAME_ID, Engine
 from llm42.host.cores import usable_cores
 from llm42.protocol import Request
 from llm42.session.interfaces import VerifierClient
+from llm42.session.load import WAYS, Load, Progress, Rounds, Way
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
 from llm42.session.policy import (
     HOLD,
-    LEAST_LEFT,
-    WAYS,
-    Load,
-    Progress,
-    Way,
     choose,
     choose_best_effort,
-    costs,
+    has_room_for_all,
     kv_needed,
-    moves,
     patience_s,
-    planned,
     rates,
     settled_window,
 )
 from llm42.session.promises import Promises
-from llm42.session.standing import Done, Standing
+from llm42.session.rounds import rounds
+from llm42.session.standing import Done, Lengths, Standing
+from llm42.step_times import VerifierLoad
 
 log = logging.getLogger(__name__)
 Decide = Callable[[Progress, Load], Way]
 """What says which way a request takes. It may say what it will: the output is the same."""
 AFTER = 8
 """Times HOLD: so many tokens a request stays where it is that had to leave its way because nothing came."""
+SHY_S, SHY_MOST_S = 10.0, 160.0
+"""For so long no best effort goes to a verifier after some has come back from one with nothing, at first and
+at most."""
 PLAN_S, LEARN = 0.1, 0.1
 """How often a plan is made, and what one request counts for what is typical."""
 MEMORY = 1 << 16
@@ -96,11 +95,13 @@ class Ways:
         self.done, self._standing = Done(), Standing()
         self._moves, self._plan = False, cast("Way | None", None)
         """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
+        self._rounds: Rounds | None = None
+        """How long a round is in each, as of the last plan."""
         self._planned_at = 0.0
-        self._prompt, self._output = 0.0, float(LEAST_LEFT)
-        """Of a typical deterministic request, in tokens."""
-        self._prompts = self._kv_each = 0.0
-        """Of best effort: tokens of prompts per token of output, and of KV."""
+        self.lengths, self._of_best_effort = Lengths(), Lengths()
+        """Of deterministic requests and of the others."""
+        self._shy_until = self._shy_s = 0.0
+        """Until when no best effort goes to verifiers, and how long that was said for."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -108,7 +109,7 @@ class Ways:
         """Where both share a device, each is told of the other: what it takes is no cost of theirs."""
         if self._one_device and not self.pinned:
             times = self._engine.times
-            times.neighbour = lambda: verifier.worked_s
+            times.neighbour, times.row_s = (lambda: verifier.worked_s), (lambda: _row_s(verifier.load(None)))
             verifier.beside(lambda: times.worked.seconds)
 
     @property
@@ -131,15 +132,16 @@ class Ways:
         self.best_effort += not verified
         self.movable += moves
         self.done.begin(verified)
+        (self.lengths if verified else self._of_best_effort).begin(len(request.prompt))
         try:
             yield
         finally:
-            self.done.ended += 1
             self._ids.discard(name)
             self.deterministic.discard(name)
             self.promises.end(name)
             self.best_effort -= not verified
             self.movable -= moves
+            self.done.end(time.monotonic(), self.best_effort + len(self.deterministic))
 
     # ---- decisions
 
@@ -155,11 +157,24 @@ class Ways:
         self, request: Request, output: int, way: Way | None, held: int, verifier: VerifierClient
     ) -> Way:
         """For a best-effort request, with so many tokens of output."""
+        if way != "direct" and time.monotonic() < self._shy_until:
+            return "verify"
         length = len(request.prompt) + output
         progress = replace(
             self._typical(way), length=length, output=output, most=request.max_tokens, held=held
         )
         return self._asked(self.decide_best_effort, request, progress, verifier)
+
+    def came_back(self) -> None:
+        """A best-effort request had to leave its verifier, for which it had waited or which is gone: the next
+        ones would find the same. Those that have gone together come back together, and count once."""
+        if (now := time.monotonic()) >= self._shy_until:
+            self._shy_s = min(2 * self._shy_s, SHY_MOST_S) or SHY_S
+            self._shy_until = now + self._shy_s
+
+    def came_on(self) -> None:
+        """A verifier has begun to decode a best-effort request."""
+        self._shy_s = 0.0
 
     def _asked(self, decide: Decide, request: Request, progress: Progress, verifier: VerifierClient) -> Way:
         name, way = request.request_id, progress.way or "verify"
@@ -181,19 +196,15 @@ class Ways:
 
     def ended(self, session: Session) -> None:
         """Learns from a deterministic request that is over."""
-        prompt, output = len(session.request.prompt), len(session.committed)
-        self._prompt += LEARN * (prompt - self._prompt) if self._prompt else prompt
-        self._output += LEARN * (output - self._output)
+        self.lengths.end(len(session.committed))
 
     def came(self, request: Request, output: int, tokens: int) -> None:
         """So many tokens of a request behind so many."""
-        self.done.came(tokens, 0 if output else len(request.prompt))
+        self.done.tokens += tokens
 
-    def ended_best_effort(self, request: Request, output: int) -> None:
+    def ended_best_effort(self, output: int) -> None:
         """Learns from a best-effort request that is over. output: its tokens."""
-        prompts, kv = len(request.prompt) / max(1, output), len(request.prompt) + output
-        self._prompts += LEARN * (prompts - self._prompts) if self._kv_each else prompts
-        self._kv_each += LEARN * (kv - self._kv_each) if self._kv_each else kv
+        self._of_best_effort.end(output)
 
     def patience_s(self, session: Session, begun: bool, verifier: VerifierClient) -> float:
         """How long one that is decoded directly may wait for its next token. begun: it has had one there."""
@@ -209,6 +220,7 @@ class Ways:
     def load(self, verifier: VerifierClient, request: Request | None = None) -> Load:
         """Of this replica and of the verifier that has the request or would get it."""
         promised = self.promises.total - (0 if request is None else self.promises.of(request.request_id))
+        others = self._of_best_effort
         load = Load(
             min(self.best_effort, self._places),
             min(self.movable, self._places),
@@ -220,19 +232,24 @@ class Ways:
             self._plan,
             promised,
             self.promises.coming,
-            self._prompts,
-            self._kv_each,
+            others.prompt / max(1.0, others.output),
+            others.prompt + others.output,
+            self.done.begins,
+            self._rounds,
         )
         if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
             return load
+        return self._planned(load)
+
+    def _planned(self, load: Load) -> Load:
+        """Makes a plan."""
         self._planned_at, typical = time.monotonic(), self._typical()
-        if not self._standing.tries:
-            self._moves = moves(typical, load)
-        load = replace(load, moves=self._moves)
-        count = self.best_effort + len(self.deterministic)
-        found = planned(typical, load)
-        self._plan = self._standing.next(self._planned_at, count, self.done, costs(typical, load), found)
-        return replace(load, moves=self._moves, plan=self._plan)
+        load = replace(load, rounds=rounds(typical, load))
+        self._rounds = load.rounds
+        room = has_room_for_all(typical, load)
+        plan = self._standing.next(self._planned_at, load.count, self.done, load.rounds, room)
+        self._moves, self._plan = plan == "moved", "direct" if plan == "moved" else plan
+        return replace(load, plan=self._plan, moves=self._moves)
 
     def progress(self, session: Session, way: Way | None, held: int) -> Progress:
         """Of a deterministic request; by what others have shown until it has shown something itself."""
@@ -249,7 +266,7 @@ class Ways:
         run, wasted = acceptance.run(s.max_window), acceptance.wasted_share
         window = settled_window(run, s.min_window, s.max_window)
         found = Progress(way, wasted=wasted, window=window)
-        length, most = round(self._prompt), round(self._output)
+        length, most = round(self.lengths.prompt), round(self.lengths.output)
         return replace(
             found, length=length, most=most, ahead=s.lookahead, deadline_s=s.commit_deadline_s, typical=most
         )
@@ -261,10 +278,14 @@ class Ways:
         if self.pinned:
             return found
         try:
-            return found | rates(self._typical(), self.load(verifier))
+            return found | rates(self.load(verifier))
         except Exception:
             log.exception("what is expected of each way cannot be said")
             return found
+
+
+def _row_s(verifier: VerifierLoad | None) -> float:
+    return verifier.prompt_row_s if verifier is not None and verifier.is_measured else 0.0
 
 
 def may_move(request: Request) -> bool:

@@ -16,18 +16,21 @@ class Admission(Front):
     """From the queues into `_active`; on the step thread."""
 
     def _admit(self) -> None:
-        """Windows first, then who has begun already, then who is new: whole requests only, in order, so that
-        there is no deadlock among half-prefilled prompts."""
-        followers = self._followers
-        if self._admitted(self._waiting) and self._admitted(followers.resuming):
-            self._admitted(followers.fresh)
+        """Windows first, then who has begun already, then who is new, then likewise who gives way to all of
+        these: whole requests only, in order, so that there is no deadlock among half-prefilled prompts."""
+        queues = self._followers.resuming, self._followers.fresh
+        if self._admitted(self._waiting):
+            all(self._admitted(jobs, yielding) for yielding in (False, True) for jobs in queues)
 
-    def _admitted(self, jobs: deque[Job]) -> bool:
-        """Whether there was room for all of them. Who waits for a prefix keeps its place and lets others
+    def _admitted(self, jobs: deque[Job], yielding: bool = False) -> bool:
+        """Whether there was room for all of them; unless `yielding`, for those who do not give way, which are
+        the first. Who waits for a prefix keeps its place and lets others
         pass: nobody behind it can make it wait again, since who needs the same block waits too."""
         at = 0
         while at < len(jobs):
             job = jobs[at]
+            if job.yields and not yielding:
+                break
             if job.released or job.future.cancelled():
                 del jobs[at]
                 # not cancelled: a late release of an earlier try must not end a live request
@@ -62,12 +65,20 @@ class Admission(Front):
     def _room_for(self, job: Job) -> HeldKV | None:
         """The KV for a job, or None: it waits. A window of verify mode need not wait for those that decode
         on: the youngest of them give way. An audit has time."""
-        if job.follower is not None and (spare := self._followers.spare):
-            return self._store.admit(job.window, spare=spare, keys=job.keys)
+        if job.follower is not None:
+            return self._room_for_follower(job)
         while (sequence := self._store.admit(job.window, job.cold, keys=job.keys)) is None:
             windows = sum(len(j.sequence.blocks) for j in self._active if j.sequence and not j.follower)
-            if job.follower or job.patient or not self._store.fits_beside(job.window, windows):
+            if job.patient or not self._store.fits_beside(job.window, windows):
                 return None
             if self._followers.preempt_youngest() is None:
                 return None
         return sequence
+
+    def _room_for_follower(self, job: Job) -> HeldKV | None:
+        """Some of it is left to those that run. Best effort gives way to others, and to none of its own."""
+        followers = self._followers
+        while True:
+            sequence = self._store.admit(job.window, spare=followers.spare, keys=job.keys)
+            if sequence is not None or job.yields or not followers.makes_way(job.window):
+                return sequence

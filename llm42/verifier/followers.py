@@ -15,15 +15,15 @@ from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 
-from llm42.errors import LLM42Error
-from llm42.protocol import Failure
+from llm42.errors import LLM42Error, Overloaded
+from llm42.protocol import Failure, Window
 from llm42.sampling import Sampled
 from llm42.verifier.jobs import Answer, Decode, Follower, Job, VerifierStats
 from llm42.verifier.kv_store import KVStore
 from llm42.verifier.outbox import Outbox
 
 NOT_FINITE = "the model's logits hold NaN or no finite value for this request"
-_AGE = attrgetter("follower.number")
+_AGE = attrgetter("follower.age")
 
 
 class Followers:
@@ -37,13 +37,21 @@ class Followers:
         self._known: dict[str, Follower] = {}
         self._count = 0
         self.fresh: deque[Job] = deque()
-        """Windows of followers that have just come."""
+        """Windows of followers that have just come, the oldest first."""
         self.resuming: deque[Job] = deque()
         """What was preempted or has new credit, the oldest first."""
         self.running: dict[str, Decode] = {}
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def yielding(self) -> tuple[int, int]:
+        """How many have work and give way to others, and the blocks that these hold. May be read from any
+        thread."""
+        works = [f.work for f in list(self._known.values()) if f.window.yields]
+        held = [work.sequence for work in works if work is not None]
+        return len(held), sum(len(sequence.blocks) for sequence in held if sequence is not None)
 
     # ---- what the front asks for
 
@@ -55,7 +63,7 @@ class Followers:
         self._count += 1
         follower.number = self._count
         self._known[name] = follower
-        self.fresh.append(self._job(follower))
+        insort(self.fresh, self._job(follower), key=_AGE)
 
     def renew(self, request_id: str, until: int, told: Callable[[bool], None]) -> None:
         """It may decode up to `until` tokens. told: whether there is such a follower."""
@@ -113,6 +121,7 @@ class Followers:
         if not grown:
             ready = [d for d in ready if not d.abandoned]
         if len(ready) > limit:
+            ready.sort(key=attrgetter("follower.window.yields"))
             ready = ready[:limit]
             for d in ready:  # to the end: those who are left out are the first in the next step
                 name = d.follower.window.request_id
@@ -169,17 +178,32 @@ class Followers:
             if not d.abandoned:
                 self._end(d, error)
 
-    def preempt_youngest(self) -> Follower | None:
-        """Takes the KV of the youngest that holds any; it is computed again later. None: nobody holds any."""
+    def preempt_youngest(self, yielding: bool = False) -> Follower | None:
+        """Takes the KV of the youngest that holds any; it is computed again later. Who gives way to others
+        is told at once that it is not: an engine goes on with it. yielding: of these only. None: nobody holds
+        any."""
         holders = [d.follower for d in self.running.values()]
         holders += [job.follower for job in self._active if job.follower is not None]
+        holders = [f for f in holders if f.window.yields or not yielding]
         if not holders:
             return None
-        follower = max(holders, key=attrgetter("number"))
+        follower = max(holders, key=attrgetter("age"))
         self._drop_work(follower, keep=False)
-        insort(self.resuming, self._job(follower), key=_AGE)
         self._stats.preemptions += 1
+        if follower.window.yields:
+            self._forget(follower)
+            self.outbox.send(follower, Overloaded("the verifier needs its KV for others"))
+        else:
+            insort(self.resuming, self._job(follower), key=_AGE)
         return follower
+
+    def makes_way(self, window: Window) -> bool:
+        """Whether there is room for the window beside those that do not give way to it, as there was none
+        beside all; the youngest of the others has given its KV then."""
+        running = [d.sequence for d in self.running.values() if not d.follower.window.yields]
+        others = [job.sequence for job in self._active if job.sequence and not job.yields]
+        held = sum(len(sequence.blocks) for sequence in (*running, *others)) + (self.spare if running else 0)
+        return self.store.fits_beside(window, held) and self.preempt_youngest(yielding=True) is not None
 
     # ---- within
 

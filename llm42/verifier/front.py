@@ -179,9 +179,11 @@ class Front(ABC):
         self._inbox.put(partial(self._followers.renew, request_id, until, told))
 
     def _enter(self, entering: Job | Follower) -> None:
+        # others find half of the places, however many come that give way to them
+        most = -(-self._max_waiting // 2) if entering.window.yields else self._max_waiting
         with self._entry:
-            if self._queued >= self._max_waiting:
-                raise Overloaded(f"{self._max_waiting} windows are already waiting for the verifier")
+            if self._queued >= most:
+                raise Overloaded(f"{most} windows are already waiting for the verifier")
             self._entering += 1
         self._inbox.put(entering)
         if self._closed:  # asked after the put: either the thread's end sees it, or this does
@@ -230,4 +232,6 @@ class Front(ABC):
         s.kv_held_blocks, s.kv_cached_blocks = pool.held, pool.cached
         s.idle_sequences, s.cache_hits, s.evictions = self._store.idle, pool.hits, pool.evictions
         s.following, s.direct = len(self._followers.running), self.direct
+        s.yielding, blocks = self._followers.yielding
+        s.yielding_kv = blocks * pool.block_size
         return s

@@ -63,6 +63,11 @@ class Job:
         """Whether others may pass it while it has no room: nobody waits for an audit."""
         return self.cold and time.monotonic() - self.arrived < AUDIT_PATIENCE_S
 
+    @property
+    def yields(self) -> bool:
+        """Whether it gives way to others."""
+        return self.window.yields
+
     def rows(self, count: int) -> SequenceRows:
         """The next `count` rows, as a runner wants them."""
         assert self.sequence is not None
@@ -106,6 +111,11 @@ class Follower:
     def of(cls, window: Window, sink: Sink) -> Follower:
         """One that has just come."""
         return cls(window, sink, stops=frozenset(window.stop_token_ids))
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """The oldest has the least; who gives way to others is younger than all of them."""
+        return self.window.yields, self.number
 
     def extend(self, until: int) -> None:
         """Its credit reaches up to `until`; it is never lowered."""
@@ -200,3 +210,7 @@ class VerifierStats:
     """Steps in which requests were decoded."""
     decode_s: float = 0.0
     """The time of these."""
+    yielding: int = 0
+    """Of `direct`, those that give way to others."""
+    yielding_kv: int = 0
+    """What these hold of the KV, in tokens; blocks that they share count for each."""

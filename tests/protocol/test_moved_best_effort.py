@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, SamplingParams, Window
+from llm42.session import ways
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
-from llm42.session.policy import Load, Progress, Way
+from llm42.session.load import Load, Progress, Way
 from llm42.session.ways import may_move
 from llm42.telemetry import metrics as m
+from llm42.verifier.scheduler import Verifier
 from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching
 from tests.support import (
     GREEDY,
     PATIENCE_S,
     SAMPLED,
+    Answer,
     Lab,
     RandomWays,
     Wrapped,
@@ -114,20 +119,129 @@ def test_a_moved_request_outlives_its_verifier(lab: Lab, tokens: int) -> None:
     assert nothing_left(generator)
 
 
-@pytest.mark.parametrize("kind", ["full", "silent"])
-def test_a_moved_request_does_not_wait(lab: Lab, kind: str) -> None:
+class Full(Starves):
+    """Or refuses who is to be decoded there."""
+
+    refuses = True
+
+    def follow(self, window: Window, sink: Any) -> None:
+        super().follow(window, sink)
+        if self.refuses:
+            raise Overloaded("planted")
+
+
+@pytest.mark.parametrize("kind", [Full, Starves])
+def test_a_moved_request_does_not_wait(
+    lab: Lab, kind: type[Starves], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For a verifier that is full, or works on others alone."""
-
-    class Full(Starves):
-        def follow(self, window: Window, sink: Any) -> None:
-            super().follow(window, sink)
-            if kind == "full":
-                raise Overloaded("planted")
-
-    verifier = Full(lab.verifier().start())
+    monkeypatch.setattr(ways, "SHY_S", 0.0)
+    verifier = kind(lab.verifier().start())
     generator = always_moved(lab, verifier, commit_deadline_s=0.02)
     assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
     assert verifier.followed >= 3
+    assert nothing_left(generator)
+
+
+@pytest.mark.parametrize("kind", [Full, Starves])
+@pytest.mark.parametrize("learnt", [True, False])
+def test_the_next_ones_are_not_moved_in_vain(
+    lab: Lab, kind: type[Starves], learnt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not learnt, the control: each waits."""
+    monkeypatch.setattr(ways, "SHY_S", 1e6 if learnt else 0.0)
+    verifier = kind(lab.verifier().start())
+    generator = always_moved(lab, verifier, commit_deadline_s=0.02)
+    for request in best_effort(3):
+        assert len(together(generator, [request])[0].tokens) == 40
+    assert verifier.followed == (1 if learnt else 3)
+    assert nothing_left(generator)
+
+
+def test_how_long_nobody_is_moved(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer each time, once for those that come back together, and as at first after one was decoded."""
+    now = [100.0]
+    monkeypatch.setattr(ways, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    found = always_moved(lab, verifier := lab.verifier()).ways
+    (request,) = best_effort(1)
+
+    def shy_s() -> float:
+        begun = now[0]
+        while found.next_best_effort(request, 0, None, 0, verifier) == "verify":
+            assert found.next_best_effort(request, 9, "direct", 0, verifier) == "direct", "who is there stays"
+            now[0] += 1.0
+        return now[0] - begun
+
+    assert shy_s() == 0.0
+    for expected in (10, 20, 40, 80, 160, 160):
+        found.came_back()
+        found.came_back()
+        assert shy_s() == expected
+    found.came_on()
+    found.came_back()
+    assert shy_s() == 10
+
+
+class Holds(Wrapped):
+    """Its step thread waits, when it has decoded a few tokens of best effort, until the deterministic request
+    has come."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        super().__init__(verifier)
+        self.come = threading.Event()
+
+    def follow(self, window: Window, sink: Any) -> None:
+        """As it says."""
+        said = 0
+
+        def heard(answer: Any) -> None:
+            nonlocal said
+            said += 1
+            sink(answer)
+            if said == 5:
+                assert self.come.wait(PATIENCE_S)
+
+        deterministic = window.request_id == "det"
+        self.verifier.follow(window, sink if deterministic else heard)
+        if deterministic:
+            self.come.set()
+
+    def renew(self, *args: Any) -> None:
+        """As ever."""
+        self.verifier.renew(*args)
+
+    def stop(self, request_id: str) -> None:
+        """As ever."""
+        self.verifier.stop(request_id)
+
+
+@pytest.mark.parametrize("yields", [True, False])
+def test_a_moved_request_gives_way_to_a_deterministic_one(
+    lab: Lab, yields: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier with KV for one: the later one gets it, and the engine goes on with the other. As any
+    request, the control, it has it until it ends."""
+    if not yields:
+        monkeypatch.setattr(Moved, "_send", DirectDrive._send)
+    client = Holds(lab.verifier(256).start())
+    lab = replace(lab, decide=lambda *_: "direct", parts=lab.parts)
+    generator = always_moved(lab, client, credit=64)
+    second = request_of("det", 1, length=150, max_tokens=40)
+    first = replace(request_of("first", 0, length=150, max_tokens=40), deterministic=False, seeded=False)
+
+    async def both() -> tuple[Answer, Answer]:
+        begun = asyncio.create_task(collect(generator, first))
+        while not generator.metrics.found[m.MOVED_TOKENS]:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+        return await collect(generator, second), await begun
+
+    answer, other = asyncio.run(both())
+    assert lab.wrong([answer], [second]) == []
+    assert len(other.tokens) == 40
+    moved = generator.metrics.found[m.MOVED_TOKENS]  # type: ignore[attr-defined]
+    assert other.tokens[:moved] == lab.oracle(first).tokens[:moved]
+    assert (0 < moved < 40) if yields else moved == 40
+    assert client.verifier.stats().preemptions == yields
     assert nothing_left(generator)
 
 

@@ -16,8 +16,8 @@ from llm42.errors import RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, TokenLogprob, Window
 from llm42.session import drive
 from llm42.session.actions import Emit, Renew, Resend
+from llm42.session.load import LEAST_LEFT, Load, Progress, Way
 from llm42.session.machine import Session
-from llm42.session.policy import LEAST_LEFT, Load, Progress, Way
 from tests.protocol.direct_model import commit_of
 from tests.protocol.session_model import END, FastPath, canonical, logprob, oracle, prompt_of, verify
 from tests.protocol.switching import KINDS, OneLate, nothing_left, switching
@@ -232,7 +232,9 @@ def test_what_the_policy_is_told(lab: Lab) -> None:
     for costs in (load.fast, known.decode_steps, known.window_steps):
         assert costs.times and costs.times[0][1] > 0
     assert nothing_left(generator)
-    assert generator.ways._output != LEAST_LEFT and generator.ways._prompt == 20, "what is typical"
+    assert generator.ways.lengths.output != LEAST_LEFT and generator.ways.lengths.prompt == 20, (
+        "what is typical"
+    )
 
 
 def test_a_client_cannot_choose() -> None:

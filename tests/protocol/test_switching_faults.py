@@ -22,9 +22,9 @@ from llm42.protocol import Request, Window
 from llm42.session import drive
 from llm42.session.actions import Emit
 from llm42.session.direct import DirectDrive
+from llm42.session.load import Load, Progress, Way
 from llm42.session.machine import Session
 from llm42.session.outputs import EngineFailed
-from llm42.session.policy import Load, Progress, Way
 from llm42.session.ways import Promises, Ways
 from llm42.step_times import Costs, VerifierLoad
 from tests.protocol.session_model import oracle, verify
@@ -240,7 +240,7 @@ def promised(lab: Lab) -> int:
     load = VerifierLoad(costs, costs, kv_free=250)
     client: Any = SimpleNamespace(load=lambda _: load)
     engine: Any = SimpleNamespace(times=SimpleNamespace(costs=slow))
-    settings = lab.settings.model_copy(update={"session": SessionSettings()})
+    settings = lab.settings.model_copy(update={"session": SessionSettings(mode="auto")})
     ways, found = Ways(settings, engine), list[Way]()
     requests = [Request(f"p{i}", (1,) * 40, 60, deterministic=True) for i in range(10)]
     with ExitStack() as stack:

@@ -247,13 +247,16 @@ def test_a_vocabulary_that_is_not_the_verifiers_is_a_typed_error(lab: Lab) -> No
         VllmEngine(settings).start()
 
 
-def test_the_model_runner_is_told(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_model_runner_and_expected_rollbacks_are_told(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
     assert lab.vllm is not None
     lab.vllm.close()
     with caplog.at_level("INFO"):
         engine = lab.engine()
     assert engine.facts["model_runner"] in ("V1", "V2")
     assert f"model_runner {engine.facts['model_runner']}" in caplog.text
+    expected = engine.facts["rollbacks_expected"]
+    assert expected.startswith("Expect rollbacks: verifier.affinity is not vllm")
+    assert ("WARNING", expected) in [(r.levelname, r.getMessage()) for r in caplog.records]
 
 
 def test_one_process_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:

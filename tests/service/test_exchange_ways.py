@@ -14,7 +14,9 @@ from llm42.protocol import Commit, Failure, Request, SamplingParams, Window
 from llm42.session.actions import Renew
 from llm42.session.machine import Session
 from llm42_serve.replica.exchange import CallLost, Exchange
+from llm42_serve.verifiers.outbox import Outbox
 from llm42_serve.verifiers.outboxes import Outboxes
+from llm42_serve.wire import Up
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.stand_ins import until
 from tests.service.test_exchange import FATES, LONG_S, Full, both, window_of
@@ -53,15 +55,37 @@ async def test_a_stop_that_comes_late_is_not_of_the_next_window() -> None:
         assert made.verifier.stopped == ["a"], "the control"
 
 
-async def test_a_stop_of_a_window_that_never_left_is_of_the_one_before() -> None:
+def exact_stops(boxes: Outboxes) -> list[tuple[str, int]]:
+    """Has it hear only stops of the very window that is there. Those that it has not heard."""
+    hear, unheard = boxes._hear, list[tuple[str, int]]()
+
+    def planted(box: Outbox, up: Up) -> None:
+        others = [stop for stop in up.stops if stop[1] != box.mark_of(stop[0])]
+        hear(box, replace(up, stops=tuple(stop for stop in up.stops if stop not in others)))
+        unheard.extend(others)
+
+    boxes._hear = planted  # type: ignore[method-assign]
+    return unheard
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_a_stop_of_a_window_that_never_left_is_of_the_one_before(planted: bool) -> None:
+    """Planted: it is of that window alone. Then the one before is decoded for nobody: the control."""
     async with both(interval_s=0.001) as made:
+        unheard = exact_stops(made.boxes) if planted else []
         made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
         await until(lambda: bool(made.verifier.requests))
-        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)
+        made.exchange.follow(window_of("b", credit=5000, max_len=9000), lambda _: None)
+        made.exchange.follow(window_of("a", credit=5000, max_len=9000), lambda _: None)  # no call is free
         made.exchange.stop("a")
+        if planted:
+            await until(lambda: unheard == [("a", 3)])
+            assert made.verifier.stopped == []
+            return
         await until(lambda: made.verifier.stopped == ["a"])
+        assert [mark for up in made.transport.calls for mark in up.marks] == [1, 2], "it has not left"
         up = made.transport.calls[-1]
-        late = replace(up, number=up.number + 500, windows=(), marks=(), stops=(("b", 1),))
+        late = replace(up, number=up.number + 500, windows=(), marks=(), stops=(("c", 1),))
         made.boxes._hear(made.boxes._boxes[up.replica], late)
         assert made.verifier.stopped == ["a"], "another one's request of that name"
 

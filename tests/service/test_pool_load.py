@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from llm42.protocol import Request, SamplingParams, Window
+from llm42.errors import Overloaded
+from llm42.protocol import Commit, Request, SamplingParams, VerifyTimings, Window
 from llm42.step_times import Costs
-from llm42_serve.replica.following import Following
+from llm42_serve.replica.admission import Admission
+from llm42_serve.replica.following import Following, _Place
 from llm42_serve.replica.verifier_pool import VerifierPool
 from tests.service.stand_ins import until
 from tests.service.test_following import Actor, pool_with
@@ -41,6 +44,35 @@ def followed(name: str) -> Window:
 
 def request(name: str) -> Request:
     return Request(name, (3, 1), 898, deterministic=True)
+
+
+def as_if_none_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Place, "yields", False)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+async def test_how_best_effort_fares_tells_nothing_of_others(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refused window of one that gives way neither lets fewer deterministic requests in nor sends them to
+    another verifier; nor does it tell how long they wait. Planted: as any window, the control."""
+    if planted:
+        as_if_none_yields(monkeypatch)
+    admission, waited = Admission(128, 100, 0.5, 0.5), list[float]()
+
+    def observe(queue_s: float) -> None:
+        waited.append(queue_s)
+        admission.observe(queue_s)
+
+    async with pool_with(Actor()) as pool, admission.place(True), admission.place(True):
+        (member,), following = pool.members, pool._following
+        following._observe = observe
+        place = _Place(member, member.actor_id, member.handle, following._exchange(member))
+        place.window = replace(followed("moved"), yields=True)
+        following._hear("moved", place, Commit("moved", 2, 0, 7, (), "fp", VerifyTimings(9.0)))
+        following._hear("moved", place, Overloaded("planted"))
+        assert waited == ([9.0, math.inf] if planted else [])
+        assert (admission.limit, member.avoid_until > 0.0) == ((1, True) if planted else (128, False))
 
 
 async def test_by_the_last_look_before_anything_is_asked() -> None:

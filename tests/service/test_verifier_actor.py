@@ -50,6 +50,7 @@ async def test_an_actor_whose_verifier_will_never_answer_again_says_so_and_ends(
 async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = VerifierStats(direct=7, active=2, waiting=1, steps=99, step_s=99.0)
     counted.decode_steps, counted.decode_s = 10, 1.0
+    counted.yielding, counted.yielding_kv = 3, 48
     verifier = built(stats=lambda: counted, stalled_s=3.0)
     monkeypatch.setattr(VerifierActor, "_build", lambda _: verifier)
     actor = VerifierActor(Settings().model_dump(mode="json"))
@@ -58,6 +59,7 @@ async def test_it_says_how_much_it_has_to_do(monkeypatch: pytest.MonkeyPatch) ->
     assert (status.direct, status.active, status.waiting, status.step_s) == (7, 2, 1, 0.1)
     assert (status.decode_steps, status.window_steps) == (LOAD.decode_steps, LOAD.window_steps)
     assert status.waited_s == 0.25
+    assert (status.yielding, status.yielding_kv) == (3, 48)
     counted.decode_steps, counted.decode_s = 12, 2.0
     assert (await actor.status()).step_s == 0.5, "of the last steps"
     assert (await actor.status()).step_s == 3.0, "of the present one"

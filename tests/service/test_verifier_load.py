@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llm42.step_times import Costs
 from llm42_serve.replica.admission import Admission
 from llm42_serve.verifiers import load
 from llm42_serve.verifiers.actor import VerifierStatus
@@ -56,6 +57,47 @@ def test_too_much_of_one_thing_is_too_much(name: str) -> None:
 def test_less_is_not(within: VerifierStatus) -> None:
     """A slow step is its device's with few requests; windows wait if they are too many."""
     assert LIMITS.excess(within) == ()
+
+
+STEPS = Costs(((1.0, 0.5), (60.0, 0.8), (90.0, 1.2)))
+BESIDE: dict[str, dict[str, Any]] = {
+    "places": {"direct": 91, "kv_used": 500, "yielding": 31},
+    "KV": {"direct": 40, "kv_used": 950, "yielding": 10, "yielding_kv": 450},
+    "step time": {"direct": 90, "kv_used": 500, "yielding": 30, "step_s": 1.2, "decode_steps": STEPS},
+    "step time, not known of fewer": {"direct": 90, "kv_used": 500, "yielding": 30, "step_s": 1.2},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_who_gives_way_is_not_too_much(name: str) -> None:
+    """Best effort that is decoded beside others turns nobody away and calls for no further verifier; were it
+    not known to give way, it would: the control."""
+    said = BESIDE[name]
+    for known in (True, False):
+        busy = status(**said) if known else status(**said | {"yielding": 0, "yielding_kv": 0})
+        assert LIMITS.excess(busy) == (() if known else (name.split(",")[0],))
+        admission, scaler = Admission(8, 8, 0.5, 0.5), Scaler(1, 3, LIMITS, 60.0)
+        admission.look(LIMITS.crowded([busy]))
+        assert admission.limit == (8 if known else 1)
+        assert counts(scaler, lambda _, busy=busy: [busy], 10)[-1] == (1 if known else 2)  # type: ignore[misc]
+
+
+def test_too_much_beside_who_gives_way_is_too_much() -> None:
+    """What the others need alone counts as ever."""
+    for name, more in (
+        ("places", {"direct": 100, "kv_used": 500}),
+        ("KV", {"direct": 40, "kv_used": 990, "yielding_kv": 50}),
+        ("step time", {"direct": 85, "kv_used": 500, "step_s": 1.9, "decode_steps": STEPS}),
+    ):
+        assert LIMITS.excess(status(yielding=5, **more)) == (name,)
+
+
+def test_who_gives_way_keeps_no_verifier() -> None:
+    busy = {"direct": 80, "kv_used": 800}
+    two = [status(**busy), status(**busy)]
+    assert not LIMITS.fit(two, two[:1], 0.0), "the control"
+    two = [status(**busy, yielding=70, yielding_kv=700)] * 2
+    assert LIMITS.fit(two, two[:1], 0.0)
 
 
 def test_nine_are_too_many_for_eight_places() -> None:

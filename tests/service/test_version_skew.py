@@ -169,6 +169,14 @@ async def test_one_release_answers(world: World) -> None:
         assert (health["deterministic"], health["skew"]) == (True, False)
 
 
+async def test_health_says_which_rollbacks_the_engine_expects(world: World) -> None:
+    replica: Any = world.replica()
+    async with world.ingress(replica) as http:
+        assert (await http.get("/health")).json()["rollbacks_expected"] == ""
+        replica._engine.facts = {"rollbacks_expected": "not measured"}
+        assert (await http.get("/health")).json()["rollbacks_expected"] == "not measured"
+
+
 async def test_an_ingress_with_another_context(world: World) -> None:
     """Chat without max_tokens fills the context: 128 and 256 would be two answers of one fingerprint."""
     other = with_model(world.settings, max_model_len=128)

@@ -16,7 +16,7 @@ from llm42.engine.corrupt import CorruptingEngine
 from llm42.engine.torch.engine import TorchEngine
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.protocol import FinishReason
-from llm42.session.policy import Load, Progress, Way
+from llm42.session.load import Load, Progress, Way
 from tests.support.patience import wait_until
 
 ENGINES = ("torch", pytest.param("vllm", marks=pytest.mark.vllm))

@@ -12,23 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
-from statistics import fmean
 
 from llm42.engine.vllm.connection import Stats
-from llm42.session.policy import (
-    HOLD,
-    LEAST_LEFT,
-    Load,
-    Progress,
-    Way,
-    choose,
-    choose_best_effort,
-    costs,
-    moves,
-    planned,
-    settled_window,
-)
-from llm42.session.standing import Done, Standing
+from llm42.session.load import LEAST_LEFT, Load, Progress, Rounds, Way
+from llm42.session.policy import HOLD, choose, choose_best_effort, has_room_for_all, settled_window
+from llm42.session.rounds import rounds
+from llm42.session.standing import Done, Lengths, Standing
 from llm42.session.ways import PLAN_S, Acceptance
 from llm42.step_times import Costs, Fading, Peak, StepTimes, VerifierLoad
 
@@ -66,6 +55,7 @@ class Job:
     waits: bool = False
     """Whether it is."""
     sent_at: float = 0.0
+    committed_at: float = 0.0
     to_prefill: int = 0
     """Tokens that the engine has still to compute before it decodes."""
     to_compute: int = 0
@@ -97,8 +87,6 @@ class Cluster:
     decide_best_effort: Choice = choose_best_effort
     places: int = LARGEST
     kv_tokens: int = 10**9
-    stands: bool = True
-    """False: what the model says is done at once."""
     knows_peak: bool = True
     """False: counts of different moments are subtracted."""
     knows_neighbour: bool = True
@@ -108,10 +96,7 @@ class Cluster:
     changes: int = 0
     moves: bool = False
     plan: Way | None = None
-    typical: int = LEAST_LEFT
-    prompt: int = 0
-    prompts: float = 0.0
-    kv_each: float = 0.0
+    rounds: Rounds | None = None
     planned_at: float = -1.0
     ended: list[Job] = field(default_factory=list)
     work: list[tuple[float, Callable[[], None]] | None] = field(default_factory=lambda: [None, None])
@@ -122,19 +107,25 @@ class Cluster:
     def __post_init__(self) -> None:
         clock = lambda: self.now  # noqa: E731
         self.random = Random(self.seed)
-        self.stats = Stats(times=StepTimes(clock))
+        self.stats = Stats(times=StepTimes(clock, late=True))
         self.decode_times = StepTimes(clock)
         self.window_times = StepTimes(clock)
         if self.devices == 1 and self.knows_neighbour:
             engine, verifier = self.stats.times, self.decode_times
             engine.neighbour = lambda: verifier.worked.seconds
+            engine.row_s = self._row_s
             verifier.neighbour = self.window_times.neighbour = lambda: engine.worked.seconds
         self.waited, self.mine, self.acceptance = Fading(clock), Peak(clock), Acceptance()
         self.done, self.standing = Done(), Standing()
+        self.lengths = {True: Lengths(), False: Lengths()}
         self.said: deque[tuple[float, int]] = deque([(0.0, 0)])
         self.queue: deque[Job] = deque()
 
     # ---- what the policy is told
+
+    def _row_s(self) -> float:
+        load = VerifierLoad(self.decode_times.costs, self.window_times.costs)
+        return load.prompt_row_s if load.is_measured else 0.0
 
     def load(self) -> Load:
         """As Ways.load."""
@@ -158,37 +149,30 @@ class Cluster:
         count, fast = len(self.jobs) - best_effort, self.stats.times.costs
         load = Load(best_effort, movable, self.moves, count, fast, verifier, self.devices == 1, self.plan)
         load = replace(load, promised=promised, coming=max(0, direct - said))
-        load = replace(load, prompts=self.prompts, kv_each=self.kv_each)
+        others = self.lengths[False]
+        prompts, kv_each = others.prompt / max(1.0, others.output), others.prompt + others.output
+        load = replace(load, prompts=prompts, kv_each=kv_each, begins=self.done.begins)
         if self.plan is None or self.now - self.planned_at >= PLAN_S:
             self._plan(load)
-        return replace(load, moves=self.moves, plan=self.plan)
+        return replace(load, moves=self.moves, plan=self.plan, rounds=self.rounds)
 
     def _plan(self, load: Load) -> None:
         self.planned_at = self.now
-        typical = self._progress(Job(True, self.prompt, self.typical), None)
-        if not self.standing.tries:
-            self.moves = moves(typical, load)
-        load = replace(load, moves=self.moves)
-        found = planned(typical, load)
-        if self.stands:
-            found = self.standing.next(self.now, len(self.jobs), self.done, costs(typical, load), found)
-        self.plan = found
-
-    def _learn(self, job: Job) -> None:
-        """As Ways learns."""
-        lengths = [(j.prompt, j.output) for j in self.ended[-256:] if j.deterministic == job.deterministic]
-        prompt, output = (fmean(of_kind) for of_kind in zip(*lengths[-32:], strict=True))
-        if job.deterministic:
-            self.prompt, self.typical = round(prompt), round(output)
-        else:
-            self.prompts, self.kv_each = prompt / output, prompt + output
+        typical = self._progress(
+            Job(True, round(self.lengths[True].prompt), round(self.lengths[True].output)), None
+        )
+        load = replace(load, rounds=rounds(typical, load))
+        self.rounds = load.rounds
+        room = has_room_for_all(typical, load)
+        plan = self.standing.next(self.now, len(self.jobs), self.done, load.rounds, room)
+        self.moves, self.plan = plan == "moved", "direct" if plan == "moved" else plan
 
     def _progress(self, job: Job, way: Way | None) -> Progress:
         run, wasted = self.acceptance.run(WINDOW), self.acceptance.wasted_share
         window = settled_window(run, LEAST, WINDOW)
         length = job.prompt + job.output
         known = job.output, job.most, job.held, wasted, window, AHEAD
-        return Progress(way, length, *known, typical=self.typical, deadline_s=DEADLINE_S)
+        return Progress(way, length, *known, typical=round(self.lengths[True].output), deadline_s=DEADLINE_S)
 
     # ---- requests
 
@@ -196,6 +180,7 @@ class Cluster:
         """One more."""
         self.jobs.append(job)
         self.done.begin(job.deterministic)
+        self.lengths[job.deterministic].begin(job.prompt)
         self._go(job, self._way_of(job, None))
 
     def _way_of(self, job: Job, way: Way | None) -> Way:
@@ -231,16 +216,16 @@ class Cluster:
             self._go(job, way)
 
     def _commit(self, job: Job, tokens: int) -> None:
-        tokens = min(tokens, job.most - job.output)
-        self.done.came(tokens, 0 if job.output else job.prompt)
+        tokens, job.committed_at = min(tokens, job.most - job.output), self.now
+        self.done.tokens += tokens
         job.output += tokens
         self.tokens += tokens
         if job.output >= job.most:
             self.jobs.remove(job)
             job.tries += 1
             self.ended.append(job)
-            self.done.ended += 1
-            self._learn(job)
+            self.done.end(self.now, len(self.jobs))
+            self.lengths[job.deterministic].end(job.output)
 
     # ---- steps
 
@@ -279,7 +264,7 @@ class Cluster:
         self._send_due(job)
 
     def _send_due(self, job: Job) -> None:
-        over = job.output + job.proposed >= job.most
+        over = job.output + job.proposed >= job.most or self.now >= job.committed_at + DEADLINE_S
         if job.proposed and not job.waits and (job.proposed >= job.target or over):
             job.waits, job.window, job.sent_at = True, min(WINDOW, job.proposed), self.now
             self.queue.append(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from llm42.checkpoint.load import load_for
 from llm42.config import Settings
 from llm42.engine.torch.batch import PlainAttention
 from llm42.local.affinity import Comparison, compare_outputs
+from llm42.local.affinity_loads import Load, TooMany, answers, loads_of
 from llm42.local.affinity_trace import first_difference
 from llm42.local.assembly import Output
 from llm42.models.weights import LoadedModel
-from llm42.protocol import Commit, SamplingParams, Window
+from llm42.protocol import Commit, Delta, FinishReason, Request, SamplingParams, Window
 from llm42.sampling import sample_row
 from llm42.verifier import manifest
 from llm42.verifier.build import build_verifier
@@ -190,3 +191,61 @@ def test_affinity_without_a_gpu_is_refused() -> None:
         Settings.load({"verifier": {"affinity": "vllm"}})
     settings = Settings.load({"model": {"device": "cuda"}, "verifier": {"affinity": "vllm"}})
     assert settings.verifier.affinity == "vllm"
+
+
+class Recorder:
+    """A fast path that answers as many tokens as it may, one a turn of the loop, and notes who was there."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.seen: list[tuple[str, frozenset[str]]] = []
+        """Who began, and who was there already."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        self.seen.append((request.request_id, frozenset(self.there)))
+        self.there.add(request.request_id)
+        for _ in range(request.max_tokens):
+            await asyncio.sleep(0)
+            yield Delta((1,), "")
+        self.there.remove(request.request_id)
+        yield Delta((), "", finish_reason=FinishReason.LENGTH)
+
+
+def began_beside(load: Load) -> list[int]:
+    """For each request of the load, how many were being answered when it began."""
+    recorder, prompts = Recorder(), [[1]] * load.requests
+    found = asyncio.run(answers(recorder, load, prompts, 40))  # type: ignore[arg-type]
+    assert [len(o.tokens) for o in found] == load.max_tokens(40)
+    return [len(others) for _, others in recorder.seen]
+
+
+def test_in_the_decode_load_nobody_comes_while_others_decode() -> None:
+    """All are there before a wave has its first token, and no wave begins before the last one ends."""
+    assert began_beside(Load("decode", 4, 10)) == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_in_the_mixed_load_each_comes_as_another_ends() -> None:
+    assert began_beside(Load("mixed", 4, 10)) == [0, 1, 2, *[3] * 7]
+
+
+def test_prompts_of_the_mixed_load_have_several_lengths_and_fit(tiny: Lab) -> None:
+    load = Load("mixed", 8, 16)
+    lengths = [len(p) for p in load.prompts(tiny.tokenizer, 4000)]
+    assert max(lengths) > 3 * min(lengths)
+    assert len({tuple(p) for p in load.prompts(tiny.tokenizer, 4000)}) == 16
+    room = sorted(lengths)[4]
+    assert max(len(p) for p in load.prompts(tiny.tokenizer, room)) <= room
+
+
+def test_the_loads_of_a_device() -> None:
+    def kinds(tree: dict[str, Any], *sizes: int) -> list[tuple[str, int, int]]:
+        return [(x.kind, x.concurrent, x.requests) for x in loads_of(Settings.load(tree), sizes, None)]
+
+    assert kinds({}) == [("decode", 8, 16), ("mixed", 8, 16)]
+    vllm = {"model": {"device": "cuda"}, "engine": {"kind": "vllm"}}
+    assert [n for _, n, _ in kinds(vllm)] == [8, 8, 64, 64]
+    few = {"engine": {"max_batch": 4}}
+    assert kinds(few) == [("decode", 4, 8), ("mixed", 4, 8)]
+    assert [n for _, n, _ in kinds(few, 2, 3)] == [2, 2, 3, 3]
+    with pytest.raises(TooMany, match="--concurrent 5: the engine decodes 4 at a time"):
+        kinds(few, 5)

@@ -250,6 +250,7 @@ USED_BY_WHAT_COUNTS = {
     *("llm42_serve/replica/crowding.py", "llm42_serve/verifiers/load.py"),
     *("llm42/session/policy.py", "llm42/session/ways.py", "llm42/step_times.py"),
     *("llm42/session/promises.py", "llm42/session/standing.py"),
+    *("llm42/session/load.py", "llm42/session/rounds.py"),
 }
 """What does not count and is imported by what does, the fingerprint itself aside: looked at one by one."""
 

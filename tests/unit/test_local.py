@@ -7,9 +7,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+from llm42.config import Settings
 from llm42.errors import LLM42Error, VerifierUnavailable
-from llm42.local import assembly
+from llm42.local import affinity, assembly, demo
+from llm42.local.affinity import measure_affinity
 from llm42.local.assembly import Local
+from llm42.local.demo import run_demo
 from llm42.protocol import Commit
 from llm42.telemetry.tracing import Tracer
 from llm42.verifier.scheduler import Verifier
@@ -42,6 +45,29 @@ def test_both_parts(tiny: Lab, closed: list[str]) -> None:
     assert [step for step in steps if ":" not in step] == ["Loading the model", "Certifying"]
     assert (alive, local.verifier.alive, local.engine.alive) == ((True, True), False, False)
     assert closed == ["verifier", "tracer"]
+
+
+@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("command", [measure_affinity, run_demo])
+def test_what_is_about_the_fast_path_pins_verify(
+    tiny: Lab, command: Any, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `llm42 affinity` might hold a verifier against itself, and `make demo` show no windows. Planted:
+    the settings stay, the control."""
+    found = list[str]()
+
+    def local(settings: Settings, **_: Any) -> NoReturn:
+        found.append(settings.session.mode)
+        raise LLM42Error("seen")
+
+    for module in (affinity, demo):
+        monkeypatch.setattr(module, "Local", local)
+        if planted:
+            monkeypatch.setattr(module, "verified", lambda settings: settings)
+    session = tiny.settings.session.model_copy(update={"mode": "auto"})
+    with pytest.raises(LLM42Error, match="seen"):
+        command(tiny.settings.model_copy(update={"session": session}))
+    assert found == ["auto" if planted else "verify"]
 
 
 def test_a_verifier_alone(tiny: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,9 +223,9 @@ def steps_of_a_big_one_that_waits_for_a_prefix(make: type[Verifier]) -> int | No
 class LetsAllPass(Verifier):
     """Who has no room lets others pass."""
 
-    def _admitted(self, jobs: deque[Job]) -> bool:
+    def _admitted(self, jobs: deque[Job], yielding: bool = False) -> bool:
         passed = list[Job]()
-        while not super()._admitted(jobs):
+        while not super()._admitted(jobs, yielding):
             passed.append(jobs.popleft())
         jobs.extendleft(reversed(passed))
         return not passed

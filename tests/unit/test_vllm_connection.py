@@ -103,14 +103,14 @@ def test_finish_reasons() -> None:
         finish_of("error")
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.26.1.dev3", "0.27.0+cpu", "0.27.4"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.1.dev3", "0.27.0+cpu", "0.32.0+cpu", "0.32.4"])
 def test_supported_versions(version: str) -> None:
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.25.9", "0.28.0", "1.0.0", "0.6.3", "dev"])
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "0.6.3", "dev"])
 def test_other_versions_are_refused_by_name(version: str) -> None:
-    with pytest.raises(EngineUnavailable, match=r"0\.26.*0\.28") as caught:
+    with pytest.raises(EngineUnavailable, match=r"0\.26.*0\.33") as caught:
         check_version(version)
     assert version in str(caught.value)
 
@@ -222,7 +222,7 @@ def test_a_directory_is_used_as_it_is(tmp_path: Any) -> None:
 def test_a_missing_vllm_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     engine = VllmEngine(settings_of())
-    with pytest.raises(EngineUnavailable, match=r"pip install 'vllm>=0\.26,<0\.28'"):
+    with pytest.raises(EngineUnavailable, match=r"pip install 'vllm>=0\.26,<0\.33'"):
         engine.start()
     assert not engine.alive
     engine.close()
@@ -255,7 +255,7 @@ def started(monkeypatch: pytest.MonkeyPatch, facts: Any) -> tuple[str, list[str]
 
 def test_a_start_that_fails_late_leaves_no_vllm_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = SMALL_64.vocab_size
-    assert started(monkeypatch, lambda *_: {"vocab_size": vocab}) == ("", ["ready"])
+    assert started(monkeypatch, lambda *_: {"vocab_size": vocab, "device": "cpu"}) == ("", ["ready"])
     text, ended = started(monkeypatch, lambda *_: {"vocab_size": vocab + 1})
     assert f"{vocab + 1} token ids" in text
     assert ended == ["vllm", "guard"]

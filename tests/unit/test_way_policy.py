@@ -6,33 +6,26 @@ drops the term fails its case. What comes of the choices over time: test_way_sim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from llm42.session.load import LEAST_LEFT, WAYS, Load, Progress, Rounds, Way
 from llm42.session.policy import (
     HOLD,
-    LEAST_LEFT,
     MARGIN,
-    MOVE_MARGIN,
-    WAYS,
-    Load,
-    Progress,
-    Way,
     choose,
     choose_best_effort,
+    has_room_for_all,
     kv_needed,
-    moves,
     patience_s,
-    planned,
-    prompts_s,
     rates,
     round_s,
     settled_window,
     switch_s,
 )
+from llm42.session.rounds import rounds
 from llm42.step_times import Costs, VerifierLoad
 from tests.support.simulated_cluster import DECODE, VLLM, WINDOWS
 
@@ -59,18 +52,28 @@ def many(**more: Any) -> Load:
     return replace(LOAD, **({"best_effort": 248, "deterministic": 8} | more))
 
 
-# ---- the plan
+def planned(load: Load, typical: Progress = TYPICAL) -> Load:
+    """With what the model says of it."""
+    return replace(load, rounds=rounds(typical, load))
+
+
+def cheaper(typical: Progress, load: Load) -> Way | None:
+    """The way with the shorter round; None: too little is known."""
+    known = planned(load, typical)
+    return min(WAYS, key=lambda way: round_s(known, way)) if known.rounds else None
+
+
+# ---- the model
 
 
 @pytest.mark.parametrize("count", [8, 64, 256])
 def test_where_all_are_deterministic_the_verifier_decodes(count: int) -> None:
-    assert planned(TYPICAL, replace(LOAD, deterministic=count)) == "direct"
+    assert cheaper(TYPICAL, replace(LOAD, deterministic=count)) == "direct"
 
 
 @pytest.mark.parametrize(("count", "best_effort"), [(1, 63), (5, 251), (25, 231), (1, 7)])
 def test_few_among_many_are_verified(count: int, best_effort: int) -> None:
-    load = replace(LOAD, deterministic=count, best_effort=best_effort)
-    assert planned(TYPICAL, load) == planned(TYPICAL, replace(load, plan="direct")) == "verify"
+    assert cheaper(TYPICAL, replace(LOAD, deterministic=count, best_effort=best_effort)) == "verify"
 
 
 def test_what_is_not_known_is_measured() -> None:
@@ -83,27 +86,26 @@ def test_what_is_not_known_is_measured() -> None:
     ):
         for best_effort in (0, 3):
             known = replace(load, best_effort=best_effort, movable=best_effort)
-            assert planned(TYPICAL, known) is None
+            assert rounds(TYPICAL, known) is None
             for plan in (None, *WAYS):
                 told = replace(known, plan=plan, moves=True)
                 assert choose(NEW, told) == "verify"
                 assert [choose(under_way(way), told) for way in WAYS] == [*WAYS]
                 assert choose_best_effort(NEW, told) == "verify"
-            assert not moves(TYPICAL, known)
-            assert rates(NEW, known) == {}
+            assert rates(known) == {}
 
 
 def test_a_verifier_that_was_never_asked_to_decode_is_tried() -> None:
     windows_alone = verifier(decode_steps=Costs())
-    assert planned(TYPICAL, replace(LOAD, deterministic=64, verifier=windows_alone)) == "direct"
+    assert cheaper(TYPICAL, replace(LOAD, deterministic=64, verifier=windows_alone)) == "direct"
 
 
-def test_a_plan_stands_while_nobody_needs_it() -> None:
-    for plan in (None, *WAYS):
-        assert planned(TYPICAL, many(deterministic=0, plan=plan)) == plan
+def test_nothing_is_said_where_nobody_asks() -> None:
+    assert rounds(TYPICAL, many(deterministic=0)) is None
 
 
-HALF = {"deterministic": 32, "best_effort": 32}
+HALF, FEWER = {"deterministic": 32, "best_effort": 32}, {"deterministic": 44, "best_effort": 212}
+MANY, TWO = {"deterministic": 155, "best_effort": 101}, {"deterministic": 2, "best_effort": 0}
 PLANS: dict[str, tuple[Progress, Load, Progress, Load]] = {
     "best effort shares the step": (TYPICAL, many(), TYPICAL, many(best_effort=0)),
     "rollbacks": (replace(TYPICAL, wasted=9.0), many(**HALF), TYPICAL, many(**HALF)),
@@ -111,19 +113,21 @@ PLANS: dict[str, tuple[Progress, Load, Progress, Load]] = {
         TYPICAL, many(**HALF, verifier=verifier(others=20)), TYPICAL, many(**HALF),
     ),
     "the prompt is computed twice": (
-        replace(TYPICAL, length=4000), many(**HALF), TYPICAL, many(**HALF),
+        replace(TYPICAL, length=4000), many(**FEWER), TYPICAL, many(**FEWER),
     ),
     "how long outputs are": (
-        replace(TYPICAL, length=4000), many(**HALF),
-        replace(TYPICAL, length=4000, most=10_000, typical=10_000), many(**HALF),
+        replace(TYPICAL, length=4000), many(**FEWER),
+        replace(TYPICAL, length=4000, most=10_000, typical=10_000), many(**FEWER),
     ),
     "windows that wait": (
         replace(TYPICAL, ahead=8), many(**HALF, verifier=verifier(waited_s=9.0)),
         replace(TYPICAL, ahead=8), many(**HALF),
     ),
-    "short windows fill steps badly": (replace(TYPICAL, window=7), many(**HALF), TYPICAL, many(**HALF)),
+    "short windows of few requests fill steps badly": (
+        replace(TYPICAL, window=7), many(**TWO), TYPICAL, many(**TWO),
+    ),
     "a slow fast path has short windows": (
-        replace(TYPICAL, deadline_s=0.05), many(**HALF), TYPICAL, many(**HALF),
+        replace(TYPICAL, deadline_s=0.02), many(**MANY), TYPICAL, many(**MANY),
     ),
     "on two devices neither waits": (
         TYPICAL, many(**HALF, one_device=False), TYPICAL, many(**HALF),
@@ -145,56 +149,74 @@ PLANS: dict[str, tuple[Progress, Load, Progress, Load]] = {
 @pytest.mark.parametrize("term", PLANS)
 def test_each_term_decides_somewhere(term: str) -> None:
     typical, load, without, load_without = PLANS[term]
-    assert planned(typical, load) != planned(without, load_without)
-
-
-def test_a_plan_needs_a_margin_to_change() -> None:
-    loads = [
-        replace(LOAD, best_effort=best_effort, deterministic=count)
-        for best_effort in range(0, 256, 3)
-        for count in range(1, 256 - best_effort, 3)
-    ]
-
-    def cost(load: Load, way: Way) -> float:
-        return TYPICAL.left * round_s(TYPICAL, load, way) + prompts_s(TYPICAL, load, way)
-
-    near = [load for load in loads if abs(1 - cost(load, "verify") / cost(load, "direct")) < MARGIN / 2]
-    assert near
-    for load in near:
-        assert [planned(TYPICAL, replace(load, plan=way)) for way in WAYS] == [*WAYS]
+    assert cheaper(typical, load) != cheaper(without, load_without)
 
 
 def test_a_round_is_what_the_formula_says() -> None:
+    """Without prompts; as many of both kinds begin, with equal outputs."""
+    short = replace(TYPICAL, length=0)
     load = many(deterministic=64, best_effort=64)
-    fast, decoded = 64 / (2 * 0.0094), 64 / (2 * 0.0096)
-    assert round_s(NEW, load, "direct") == pytest.approx(128 / (fast + decoded))
-    # F(128) = 10.5 ms; windows of 64 rows take 6 ms, in which less than one other comes
-    assert round_s(NEW, load, "verify") == pytest.approx(0.0105 + 64 * 0.0060 / 64)
-    apart = replace(load, one_device=False)
-    assert round_s(NEW, apart, "direct") == pytest.approx(128 / (2 * (fast + decoded)))
-    assert round_s(NEW, apart, "verify") == pytest.approx(0.0105)
-    others = replace(load, verifier=verifier(others=64))
-    assert round_s(NEW, others, "verify") == pytest.approx(2 * 0.0105 + 64 * 0.0060 / 64)
-    assert rates(NEW, load) == {"verify": pytest.approx(64 / 0.0165), "direct": pytest.approx(decoded)}
-    moved = replace(load, movable=64, moves=True)
-    assert round_s(NEW, moved, "direct") == pytest.approx(0.0108)
-    assert rates(NEW, moved)["direct"] == pytest.approx(64 / 0.0108)
-    assert rates(NEW, replace(load, deterministic=0)) == {}
+    # where each side has half of the device, equal shares end where b / F(b) = d / S(d)
+    x = 64.0
+    for _ in range(50):
+        x = 128 * DECODE.at(x) / (DECODE.at(x) + VLLM.at(128 - x))
+    rate = x / (2 * DECODE.at(x)) + (128 - x) / (2 * VLLM.at(128 - x))
+    found = rounds(short, load)
+    assert found is not None
+    assert found.direct == pytest.approx(128 / rate, rel=1e-3)
+    # F(128) = 10.5 ms; windows of 64 rows, as many as come together: between one by one and full steps
+    best, worst = (64 * WINDOWS.at(rows) / rows for rows in (1024, 64))
+    assert 0.0105 + best < found.verify < 0.0105 + worst
+    one = rounds(short, many(deterministic=1, best_effort=127))
+    assert one is not None and one.verify == pytest.approx(0.0105 + WINDOWS.at(64) / 64)
+    apart = rounds(short, replace(load, one_device=False))
+    assert apart is not None
+    assert apart.direct == pytest.approx(found.direct / 2, rel=1e-3)
+    assert apart.verify == pytest.approx(0.0105)
+    moved = rounds(short, replace(load, movable=64))
+    assert moved is not None and moved.moved == pytest.approx(DECODE.at(128))
 
 
-def test_prompts_are_computed_by_both_or_by_one() -> None:
-    fast, canonical = 8 * 1024 * VLLM.row_s, 8 * 1024 * WINDOWS.row_s
-    assert prompts_s(NEW, many(), "verify") == pytest.approx(fast + canonical)
-    assert prompts_s(NEW, many(), "direct") == pytest.approx(canonical)
-    apart = many(one_device=False, verifier=verifier(share=0.5))
-    assert prompts_s(NEW, apart, "verify") == pytest.approx(max(fast, canonical / 2))
-    assert prompts_s(NEW, apart, "direct") == pytest.approx(canonical / 2)
+def test_who_begins_counts_and_not_who_is_there() -> None:
+    """In direct few deterministic ones are there, since they end sooner: they are as many as before."""
+    begun = many(deterministic=20, best_effort=236, begins=0.2)
+    other = many(deterministic=50, best_effort=206, begins=0.2)
+    assert rounds(TYPICAL, begun) == rounds(TYPICAL, other)
+    counted = [rounds(TYPICAL, replace(load, begins=None)) for load in (begun, other)]
+    assert counted[0] != counted[1], "control"
+
+
+def test_prompts_of_best_effort_count() -> None:
+    """On the fast path in both ways; on a verifier's where they move."""
+    load = many(deterministic=32, best_effort=32, movable=32, kv_each=1000.0)
+    light, heavy = (rounds(TYPICAL, replace(load, prompts=prompts)) for prompts in (0.0, 100.0))
+    assert light is not None and heavy is not None
+    assert heavy.verify > light.verify and heavy.direct > light.direct
+    slow = replace(load, prompts=100.0, verifier=verifier(decode_steps=replace(DECODE, row_s=9e-3)))
+    slow_rows = rounds(TYPICAL, slow)
+    assert light.moved < light.direct
+    assert slow_rows is not None and slow_rows.moved > slow_rows.verify
+
+
+def test_what_is_not_measured_is_taken_from_the_fast_path() -> None:
+    """It computes the same model; windows say little of decoding, since they share their contexts."""
+    one_size = verifier(decode_steps=Costs(((8.0, 2 * VLLM.at(8)),)))
+    load = many(verifier=one_size)
+    assert load.decode.at(256) == pytest.approx(2 * VLLM.at(256))
+    assert many(verifier=verifier(decode_steps=Costs())).decode.at(256) == pytest.approx(VLLM.at(256))
+
+
+def test_rates() -> None:
+    load = planned(many(deterministic=64, best_effort=64, movable=64))
+    assert load.rounds is not None
+    assert rates(load) == {"verify": 64 / load.rounds.verify, "direct": 64 / load.rounds.direct}
+    assert rates(replace(load, moves=True))["direct"] == 64 / load.rounds.moved
 
 
 # ---- one request
 
 
-DIRECT, VERIFY = many(best_effort=0, plan="direct"), many(plan="verify")
+DIRECT, VERIFY = planned(many(best_effort=0, plan="direct")), planned(many(plan="verify"))
 CHANGES: dict[str, tuple[Progress, Load, Progress, Load]] = {
     "a new one follows the plan": (NEW, DIRECT, NEW, VERIFY),
     "so does one that gains": (under_way("direct"), VERIFY, under_way("direct"), DIRECT),
@@ -224,11 +246,8 @@ def test_each_term_decides_for_somebody(term: str) -> None:
 
 def test_who_gains_little_stays() -> None:
     """A request need not follow a plan at once: by a margin of its own."""
-    load = replace(LOAD, best_effort=0, deterministic=8)
-    tie = round_s(under_way("verify"), load, "verify")
     for gain, goes in ((MARGIN / 2, False), (MARGIN * 2, True)):
-        costs = Costs(((8.0, tie * (1 - gain)),))
-        told = replace(load, plan="direct", verifier=verifier(decode_steps=costs))
+        told = replace(DIRECT, rounds=Rounds(0.01, 0.01 * (1 - gain), 0.01))
         assert (choose(under_way("verify"), told) == "direct") == goes
 
 
@@ -254,36 +273,30 @@ def test_few_outputs_are_as_long_as_they_may_be() -> None:
 
 
 def all_movable(count: int, best_effort: int, **more: Any) -> Load:
-    return many(deterministic=count, best_effort=best_effort, movable=best_effort, **more)
+    return planned(many(deterministic=count, best_effort=best_effort, movable=best_effort, **more))
 
 
 def test_best_effort_moves_where_both_gain() -> None:
-    load = all_movable(32, 32)
-    assert moves(TYPICAL, load)
-    there = replace(load, moves=True)
+    there = all_movable(32, 32, moves=True, plan="direct")
+    assert there.rounds is not None and there.rounds.moved < min(there.rounds[:2])
     assert choose_best_effort(NEW, there) == "direct"
-    assert planned(TYPICAL, there) == "direct"
     long = under_way("verify", output=8000, most=50_000, length=8100)
     assert choose_best_effort(long, there) == "direct"
     assert choose_best_effort(under_way("direct"), there) == "direct"
 
 
-CASES: list[tuple[str, Callable[[], Load]]] = [
-    ("nobody is deterministic", lambda: all_movable(0, 32)),
-    ("few among many", lambda: all_movable(1, 255)),
-    ("devices of their own", lambda: all_movable(32, 32, one_device=False)),
-    ("none can", lambda: many(deterministic=32, best_effort=32)),
-    ("a slow verifier", lambda: all_movable(
-        32, 32, verifier=verifier(decode_steps=Costs(((64.0, 0.1),)), window_steps=Costs(((64.0, 0.1),)))
-    )),
-]  # fmt: skip
+@pytest.mark.parametrize("load", [all_movable(0, 32, moves=True), all_movable(32, 32)])
+def test_and_nowhere_else(load: Load) -> None:
+    """Where nobody is deterministic any more, it goes back; and unless it is the plan."""
+    assert choose_best_effort(NEW, load) == "verify"
+    assert choose_best_effort(under_way("direct"), load) == "verify", "it goes back"
+    assert choose_best_effort(under_way("verify"), load) == "verify"
 
 
-@pytest.mark.parametrize(("why", "load"), CASES)
-def test_and_nowhere_else(why: str, load: Callable[[], Load]) -> None:
-    assert not moves(TYPICAL, load())
-    assert choose_best_effort(NEW, load()) == "verify"
-    assert choose_best_effort(under_way("direct"), load()) == "verify", "it goes back"
+def test_a_slow_verifier_decodes_no_best_effort() -> None:
+    slow = Costs(((64.0, 0.1),))
+    found = all_movable(32, 32, verifier=verifier(decode_steps=slow, window_steps=slow)).rounds
+    assert found is not None and found.moved > found.verify
 
 
 @pytest.mark.parametrize("full", [{"kv_free": MUCH // 4}, {"direct": 800}])
@@ -293,6 +306,15 @@ def test_a_full_verifier_takes_no_best_effort(full: dict[str, int]) -> None:
         assert choose_best_effort(request, load) == "verify"
 
 
+def test_best_effort_moves_if_there_is_room_for_all_of_it() -> None:
+    """Half of it there is worst."""
+    load = all_movable(32, 96, kv_each=1000.0)
+    assert has_room_for_all(TYPICAL, load)
+    assert not has_room_for_all(TYPICAL, replace(load, verifier=verifier(kv_tokens=150_000)))
+    assert not has_room_for_all(TYPICAL, replace(load, verifier=verifier(places=128)))
+    assert not has_room_for_all(TYPICAL, many(deterministic=32, best_effort=32)), "nobody can"
+
+
 def test_a_long_prompt_does_not_move_for_a_few_tokens() -> None:
     load = all_movable(32, 32, moves=True)
     long = under_way("verify", output=1000, most=1200, length=60_000)
@@ -300,29 +322,27 @@ def test_a_long_prompt_does_not_move_for_a_few_tokens() -> None:
     assert choose_best_effort(replace(long, length=100), load) == "direct"
 
 
-def test_that_best_effort_moves_stands_until_there_is_another_answer() -> None:
-    """Between the two there is room: what comes by margin does not go by noise."""
-
-    def of(seconds: float) -> Load:
-        costs = Costs(((32.0, 0.02), (64.0, seconds)))
-        return all_movable(32, 32, verifier=verifier(decode_steps=costs))
-
-    stays_s = round_s(TYPICAL, of(0.02), "verify")
-    between = of(stays_s * (1 - MOVE_MARGIN / 2))
-    assert not moves(TYPICAL, between)
-    assert moves(TYPICAL, replace(between, moves=True))
-    assert moves(TYPICAL, of(stays_s * (1 - 2 * MOVE_MARGIN)))
-    assert not moves(TYPICAL, replace(of(stays_s * 1.5), moves=True))
+def test_a_long_prompt_begins_where_it_need_not_wait() -> None:
+    load = all_movable(32, 32, moves=True)
+    long = replace(NEW, length=60_000, deadline_s=0.5)
+    assert choose_best_effort(long, load) == "verify"
+    quick = replace(load, verifier=verifier(decode_steps=replace(DECODE, row_s=1e-9)))
+    assert choose_best_effort(long, quick) == "direct", "control"
 
 
-def test_others_requests_are_not_tried_for_little() -> None:
-    """Of so many decoded together only an estimate is known, which is rather too cheap."""
-    measured, row_s = Costs(((8.0, 0.0056), (64.0, 0.0085))), 51.8e-6
-    known = all_movable(8, 56, verifier=verifier(decode_steps=measured))
-    one_size = verifier(decode_steps=Costs(measured.times[:1], row_s), window_steps=Costs())
-    guessed = replace(known, verifier=one_size)
-    assert one_size.decode.at(64) == pytest.approx(measured.at(64), rel=0.01)
-    assert moves(TYPICAL, known) and not moves(TYPICAL, guessed)
+def test_replicas_share_a_verifiers_room() -> None:
+    """Each sees the same room, and promises no more than its part."""
+    room = verifier(kv_tokens=4000, kv_free=2600)
+    load = replace(DIRECT, verifier=room)
+    new = replace(NEW, typical=256)
+    assert choose(new, load) == "direct"
+    crowd = replace(load, promised=1200.0, coming=1)
+    assert choose(new, crowd) == "direct"
+    assert choose(new, replace(crowd, verifier=replace(room, replicas=2))) == "verify"
+    places = verifier(direct=100, places=256)
+    waiting = replace(DIRECT, coming=80, verifier=places)
+    assert choose(new, waiting) == "direct"
+    assert choose(new, replace(waiting, verifier=replace(places, replicas=2))) == "verify"
 
 
 # ---- how long somebody waits

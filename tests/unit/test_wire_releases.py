@@ -45,12 +45,12 @@ def pickled_by(kind: type[Any], message: Any, drop: int = 0, add: tuple[str, ...
 MESSAGES = [
     FULL,
     SamplingParams(min_tokens_banned=(1,)),
-    Window("r", (5,), 1, (6,), SamplingParams(), cache_salt="salt", credit=3, max_len=9),
+    Window("r", (5,), 1, (6,), SamplingParams(), cache_salt="salt", credit=3, max_len=9, yields=True),
     Delta((1,), "a", finish_reason=FinishReason.STOP, stats=RequestStats(windows=2), verifier="v"),
     RequestStats(windows=2, failovers=1, direct_tokens=3),
     Status(True, skew=True),
     Costs(((1.0, 0.1),), 0.5),
-    VerifierStatus("ready", "f", request={"code": "c"}, kv_tokens=64, window_steps=Costs(((1.0, 0.1),))),
+    VerifierStatus("ready", "f", request={"code": "c"}, kv_tokens=64, yielding_kv=16),
     MemberInfo("v", "0", None, 2.0),
     Membership(pid=4),
 ]

@@ -164,6 +164,7 @@ class FastPath:
             fingerprint=self._pool.fingerprint,
             detail=self._pool.explain() or skew,
             skew=bool(skew),
+            rollbacks_expected=getattr(self._engine, "facts", {}).get("rollbacks_expected", ""),
             running=load.running,
             waiting=load.waiting,
             queued=sum(len(c.waiting) for c in self._admission.classes.values()),

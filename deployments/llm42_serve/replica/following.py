@@ -62,6 +62,11 @@ class _Place:
         """For how long neither the request nor any other has come on there."""
         return min(time.monotonic() - self.heard_at, self.exchange.progressed_s)
 
+    @property
+    def yields(self) -> bool:
+        """Whether it gives way to others: how it fares tells nothing of how these do."""
+        return self.window is not None and self.window.yields
+
     def await_answers(self, awaited: bool, credit: int = 0) -> None:
         """Counts it as work of the member, or no more. credit: of its window."""
         member = self.member
@@ -225,15 +230,17 @@ class Following:
         """What an answer says of the verifier."""
         place.heard_at = time.monotonic()
         if not isinstance(answer, Commit):
-            if isinstance(answer, LLM42Error):
+            refused = isinstance(answer, Overloaded)
+            if isinstance(answer, LLM42Error) and not (refused and place.yields):
                 place.avoid()
-            if isinstance(answer, Overloaded):
+            if refused and not place.yields:
                 self._observe(math.inf)
             self._over(name, place)
             return
         if place.silent:
             place.silent = False
-            self._observe(answer.timings.queue_s)
+            if not place.yields:
+                self._observe(answer.timings.queue_s)
         if place.credit:
             self._kept.committed(place.member, answer)
         else:

@@ -77,6 +77,10 @@ class VerifierStatus:
     """How long its steps take in which requests are decoded, by how many these are."""
     window_steps: Costs = NOTHING
     """How long the others take, by their rows."""
+    yielding: int = 0
+    """Of `direct`, those that give way to others."""
+    yielding_kv: int = 0
+    """What these hold of the KV, in tokens."""
 
 
 def node_id() -> str:
@@ -215,6 +219,8 @@ class VerifierActor:
             load.waited_s,
             load.decode_steps,
             load.window_steps,
+            stats.yielding,
+            stats.yielding_kv,
         )
 
     async def verify_cold(self, windows: list[Window]) -> list[Commit | Failure]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llm42.config import VerifierSettings
+from llm42.step_times import Costs
 
 FEW = 0.25
 """With less of its places and of its KV in use, the time of a verifier's steps is its device's, not too much
@@ -47,6 +48,18 @@ class Work(Protocol):
     def step_s(self) -> float:
         """Mean seconds of the last steps in which requests were decoded; 0.0 where none were."""
 
+    @property
+    def yielding(self) -> int:
+        """Of `direct`, those that give way to others: no reason to turn anybody away."""
+
+    @property
+    def yielding_kv(self) -> int:
+        """What these hold of `kv_used`."""
+
+    @property
+    def decode_steps(self) -> Costs:
+        """How long such steps take, by how many requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -64,13 +77,13 @@ class Limits:
     def excess(self, work: Work) -> tuple[str, ...]:
         """Of what one verifier has too much, in words for a log. Neither a full step is too much, nor a slow
         one of a single request, which has it for itself."""
-        found = []
-        if work.places and work.direct > math.ceil(self.share * work.places):
+        found, (direct, kv) = [], _own(work)
+        if work.places and direct > math.ceil(self.share * work.places):
             found.append("places")
-        if work.kv_tokens and work.kv_used > self.share * work.kv_tokens:
+        if work.kv_tokens and kv > self.share * work.kv_tokens:
             found.append("KV")
-        few = work.direct < FEW * work.places and work.kv_used < FEW * work.kv_tokens
-        if work.step_s > self.step_s and work.direct > 1 and work.places and not few:
+        few = direct < FEW * work.places and kv < FEW * work.kv_tokens
+        if _own_step_s(work, direct) > self.step_s and direct > 1 and work.places and not few:
             found.append("step time")
         return tuple(found)
 
@@ -83,7 +96,7 @@ class Limits:
         windows have waited lately."""
         if not others:
             return False
-        direct, kv = sum(v.direct for v in verifiers), sum(v.kv_used for v in verifiers)
+        direct, kv = (sum(each) for each in zip(*map(_own, verifiers), strict=True))
         places, kv_tokens = sum(v.places for v in others), sum(v.kv_tokens for v in others)
         most = REST * self.share
         if queue_s > self.queue_s / 4 or direct > most * places or kv > most * kv_tokens:
@@ -92,6 +105,19 @@ class Limits:
             return True
         # a step of two steps' rows takes as long as both, at most
         return sum(v.step_s for v in verifiers) <= REST * self.step_s * len(others)
+
+
+def _own(work: Work) -> tuple[int, int]:
+    """Places and KV without what is given up as soon as others want it."""
+    return max(0, work.direct - work.yielding), max(0, work.kv_used - work.yielding_kv)
+
+
+def _own_step_s(work: Work, direct: int) -> float:
+    """The time of a step with so many requests, where others ride along that give way; as far as that is
+    known."""
+    if not work.yielding:
+        return work.step_s
+    return min(work.step_s, work.decode_steps.at(direct)) if work.decode_steps.times else 0.0
 
 
 class StepTime:

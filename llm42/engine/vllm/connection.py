@@ -1,9 +1,10 @@
 """Starts vLLM and talks to it: the only module of ours that imports vllm, when an engine
 starts. (draw.py is loaded by vLLM itself.)
 
-vLLM 0.26 and 0.27 are known to work. What is used of them: AsyncEngineArgs, AsyncLLM (from_engine_args,
-generate, abort, errored, shutdown, vllm_config), SamplingParams, tokens_input, and the stat-logger interface
-for load figures.
+vLLM 0.26 (on a GPU), 0.27 and 0.32 (on a CPU) are known to work; what lies between is let through. What is
+used of them: AsyncEngineArgs, AsyncLLM (from_engine_args, generate, abort, errored, shutdown, vllm_config),
+SamplingParams, tokens_input, the platform's name of the device, and the stat-logger interface for load
+figures.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.base import require_known_ids
+from llm42.engine.vllm.expected import known, rollbacks_expected
 from llm42.engine.vllm.guard import Guard
 from llm42.engine.vllm.options import (
     MAX_LOGPROBS,
@@ -33,8 +35,8 @@ from llm42.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
-FIRST, BEFORE = (0, 26), (0, 28)
-"""The vLLM versions that this adapter is tested with: FIRST <= version < BEFORE."""
+FIRST, BEFORE = (0, 26), (0, 33)
+"""The vLLM versions that this adapter is for: FIRST <= version < BEFORE."""
 TIMED = 8
 """Steps that are timed together."""
 MAX_TEMPERATURE = 2.0
@@ -50,7 +52,7 @@ class Stats:
     """Share of the KV cache that requests hold; what is only cached does not count."""
     preemptions: int = 0
     steps: int = 0
-    times: StepTimes = field(default_factory=StepTimes)
+    times: StepTimes = field(default_factory=lambda: StepTimes(late=True))
     timed: list[tuple[int, int]] = field(default_factory=list)
     """Decoded tokens and prompts' tokens of the steps since `began`."""
     began: float = 0.0
@@ -154,6 +156,7 @@ def connect(settings: Settings) -> Connection:
         if config is not None and config.vocab_size != facts["vocab_size"]:
             theirs, ours = facts["vocab_size"], config.vocab_size
             raise ValueError(f"it has {theirs} token ids, and the verifier's model has {ours}")
+        facts["rollbacks_expected"] = rollbacks_expected(settings, config, version, facts["device"])
         connection = connection_of(llm, facts, stats, guard)
     except Exception as error:
         if llm is not None:
@@ -161,7 +164,10 @@ def connect(settings: Settings) -> Connection:
         guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
     guard.ready()
-    log.info("vLLM is ready: %s", ", ".join(f"{key} {value}" for key, value in facts.items()))
+    expected = facts["rollbacks_expected"]
+    told = (f"{key} {value}" for key, value in facts.items() if value != expected)
+    log.info("vLLM is ready: %s", ", ".join(told))
+    log.log(logging.INFO if known(expected) else logging.WARNING, "%s", expected)
     return connection
 
 
@@ -173,9 +179,12 @@ def _start(arguments: dict[str, Any], stats: Stats) -> Any:
 
 
 def _facts(config: Any, version: str) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
     cache = config.cache_config
     return {
         "version": version,
+        "device": str(current_platform.get_device_name()),
         "model_runner": "V2" if getattr(config, "use_v2_model_runner", False) else "V1",
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
@@ -221,7 +230,7 @@ def check_installed() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raises EngineUnavailable for a version that this adapter is not tested with."""
+    """Raises EngineUnavailable for a version that this adapter is not for."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST <= (int(found[1]), int(found[2])) < BEFORE:
         first, before = (".".join(map(str, v)) for v in (FIRST, BEFORE))

@@ -67,7 +67,7 @@ def require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise EngineUnavailable(
             "engine.kind is vllm, but vLLM is not installed in this environment: pip install"
-            " 'vllm>=0.26,<0.28', or set engine.kind to torch"
+            " 'vllm>=0.26,<0.33', or set engine.kind to torch"
         )
 
 

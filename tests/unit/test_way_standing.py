@@ -1,0 +1,163 @@
+"""How long a plan stands (llm42/session/standing.py): rounds take what a table says, whatever the model
+expects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from llm42.session import standing
+from llm42.session.load import Plan, Rounds
+from llm42.session.standing import HOLD_S, Done, Standing
+
+COUNT, STEP_S = 32, 0.1
+
+
+@dataclass
+class Replica:
+    """Has `count` requests in progress all the time, of which each ends after 100 tokens."""
+
+    truth: dict[Plan, float]
+    model: Rounds
+    noise: float = 0.0
+    count: int = COUNT
+    room: bool = True
+    now: float = 0.0
+    standing: Standing = field(default_factory=Standing)
+    done: Done = field(default_factory=Done)
+    work: float = 0.0
+    stood: dict[Plan, float] = field(default_factory=dict)
+    """Seconds of each plan."""
+
+    def __post_init__(self) -> None:
+        self.random = Random(0)
+        for _ in range(100):
+            self.done.begin(True)
+
+    def run(self, seconds: float) -> Plan:
+        """Goes on for so long."""
+        until = self.now + seconds
+        while self.now < until:
+            plan = self.standing.next(self.now, self.count, self.done, self.model, self.room)
+            assert plan is not None
+            slower = 1.0 + self.random.uniform(-self.noise, self.noise)
+            self.work += STEP_S * self.count / (self.truth[plan] * slower)
+            self.done.tokens = int(self.work)
+            self.done.ended = int(self.work / 100)
+            self.stood[plan] = self.stood.get(plan, 0.0) + STEP_S
+            self.now += STEP_S
+        return plan
+
+    def rest(self, seconds: float) -> None:
+        """Nobody asks for so long."""
+        self.done.end(self.now, 0)
+        self.now += seconds
+
+
+def truth(verify: float, direct: float, moved: float = 1.0) -> dict[Plan, float]:
+    return {"verify": verify, "direct": direct, "moved": moved}
+
+
+def test_what_the_model_says_is_taken_at_first() -> None:
+    cases = ((1, 2, 3), "verify"), ((2, 1.85, 3), "verify"), ((2, 1, 3), "direct"), ((3, 2, 1), "moved")
+    for model, plan in cases:
+        assert Replica(truth(1, 1), Rounds(*model)).run(1.0) == plan
+    assert Replica(truth(1, 1), Rounds(3, 2, 1), room=False).run(1.0) == "direct", "no room for best effort"
+
+
+def test_a_wrong_model_is_found_out() -> None:
+    """It says that direct saves a third; it costs a half more."""
+    replica = Replica(truth(0.010, 0.015), Rounds(0.012, 0.008, 0.02))
+    assert replica.run(300.0) == "verify"
+    assert replica.standing.changes <= 4
+    assert replica.stood["direct"] < 60.0
+
+
+def test_control_without_measuring_it_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "MEASURE_S", 1e9)
+    monkeypatch.setattr(standing, "LONGEST_S", 1e9)
+    replica = Replica(truth(0.010, 0.015), Rounds(0.012, 0.008, 0.02))
+    assert replica.run(300.0) == "direct" and "verify" not in replica.stood
+
+
+def test_a_change_that_does_not_help_is_taken_back() -> None:
+    """Both ways are tried; the one that seems to be better by what the model says of it is not."""
+    replica = Replica(truth(0.010, 0.011), Rounds(0.0095, 0.0101, 0.02))
+    replica.run(30.0)
+    replica.model = Rounds(0.0095, 0.0085, 0.02)
+    assert replica.run(200.0) == "verify"
+    assert 0.0 < replica.stood["direct"] < 20.0
+
+
+def test_plans_do_not_swing() -> None:
+    """The model says of the other way whatever it is that it is better, as counts that follow the plan would
+    have it."""
+    replica = Replica(truth(0.010, 0.0102), Rounds(0.0101, 0.0100, 0.02), noise=0.01)
+    for _ in range(1200):
+        plan = replica.run(0.1)
+        low, high = 0.008, 0.010
+        replica.model = Rounds(high, low, 0.02) if plan == "verify" else Rounds(low, high, 0.02)
+    assert replica.standing.changes <= 6
+
+
+def test_control_without_a_hold_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "HOLD_S", 0.0)
+    monkeypatch.setattr(standing, "NOISE", 1.0)
+    for name in ("SETTLE_S", "MEASURE_S"):
+        monkeypatch.setattr(standing, name, 0.5)
+    replica = Replica(truth(0.010, 0.0102), Rounds(0.0101, 0.0100, 0.02), noise=0.01)
+    for _ in range(1200):
+        plan = replica.run(0.1)
+        replica.standing._off.clear()
+        low, high = 0.008, 0.010
+        replica.model = Rounds(high, low, 0.02) if plan == "verify" else Rounds(low, high, 0.02)
+    assert replica.standing.changes > 12
+
+
+def test_another_load_begins_anew() -> None:
+    """What was measured of one says nothing of four times as many requests."""
+    replica = Replica(truth(0.010, 0.015), Rounds(0.012, 0.008, 0.02))
+    assert replica.run(100.0) == "verify"
+    replica.truth, replica.count = truth(0.020, 0.012), 4 * COUNT
+    assert replica.run(60.0) == "direct"
+
+
+def test_best_effort_goes_back_where_there_is_no_room() -> None:
+    replica = Replica(truth(0.010, 0.011, 0.007), Rounds(0.010, 0.011, 0.007))
+    assert replica.run(10.0) == "moved"
+    replica.room = False
+    assert replica.run(0.2) == "verify"
+
+
+def test_a_plan_stands_while_nobody_asks() -> None:
+    replica = Replica(truth(0.010, 0.015), Rounds(0.010, 0.015, 0.02))
+    plan = replica.run(HOLD_S)
+    assert replica.standing.next(replica.now + 1.0, 3, replica.done, None, True) == plan
+
+
+def test_nothing_is_planned_where_nothing_is_known() -> None:
+    assert Standing().next(1.0, 3, Done(), None, True) is None
+
+
+def in_bursts() -> Replica:
+    """Of ten seconds, with pauses: each begins with prompts, so that its first rounds are long."""
+    replica = Replica(truth(0.05, 0.003), Rounds(0.005, 0.003, 0.02), count=4)
+    for _ in range(10):
+        replica.truth = truth(0.05, 0.01)
+        replica.run(2.5)
+        replica.truth = truth(0.05, 0.003)
+        replica.run(7.5)
+        replica.rest(20.0)
+    return replica
+
+
+def test_a_burst_is_not_measured_from_its_beginning() -> None:
+    assert "verify" not in in_bursts().stood
+
+
+def test_control_it_would_turn_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RESTED_S", 1e9), ("SETTLE_S", 0.1), ("MEASURE_S", 1.0)):
+        monkeypatch.setattr(standing, name, value)
+    assert "verify" in in_bursts().stood
