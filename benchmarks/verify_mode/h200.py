@@ -159,7 +159,7 @@ class VerifyBench(Bench):
         for number in range(self.args.rounds):
             for row in rows_of(again, self.args.cpu) if number else rows:
                 needed = row.round_s - (LANE_S + row.load.seconds) * (self.known(row) is not None)
-                if self.sides and fits(needed, self.left_s, SPARE_S):
+                if "ours" in self.sides and fits(needed, self.left_s, SPARE_S):
                     self.row(row, number)
                     done += 1
                 elif not number:
@@ -215,7 +215,8 @@ class VerifyBench(Bench):
             self.drop(kind, f"{row.name} {lane}: {error}")
             return None
         if "failed" in found or not found.get("quiet", True):
-            self.note(f"{row.name} {lane}: {found.get('failed', 'something of it went on afterwards')}")
+            went_on = f"went on afterwards: {found.get('left')}"
+            self.note(f"{row.name} {lane}: {found.get('failed', went_on)}")
         return None if "failed" in found else found
 
     def compare(self, name: str, answers: dict[str, dict[str, Any]]) -> None:
