@@ -63,8 +63,8 @@ PREDICTED: dict[str, tuple[float, str]] = {
     ),
     "kept_0": (
         0.94,
-        "first measured after kept_2, at 0.92 and 0.96: verified tokens should cost 0.016 of that, and the rest"
-        " is what best effort pays for driver and adapter",
+        "kept_2 was measured first, 0.92 and 0.96: its verified tokens should cost 0.016, and the rest is what"
+        " best effort pays for driver and adapter",
     ),
     "kept_2": (
         0.98,

@@ -198,7 +198,7 @@ class VerifyBench(Bench):
         facts |= {"rounds": self.rows[row.name], "tok_s": rates(self.rows[row.name])}
         self.figures |= figures_of(self.rows)
         own = {row.name, *row.cells, *(cell.replace("once", "once_gain") for cell in row.cells)}
-        mine = {name: f.value for name, f in self.figures.items() if row.name in name or name in own}
+        mine = {n: f.value for n, f in self.figures.items() if n in own or n.endswith(f"_{row.name}")}
         print(row.name, facts["tok_s"], mine, "predicted", {k: v[0] for k, v in told.items()}, flush=True)
         self.save()
 
