@@ -63,7 +63,7 @@ PREDICTED: dict[str, tuple[float, str]] = {
     ),
     "kept_0": (
         0.94,
-        "kept_2 was measured first, 0.92 and 0.96: its verified tokens should cost 0.016, and the rest is what"
+        "kept_2 was measured first, 0.92 and 0.96: its verified tokens should cost 0.016, the rest is what"
         " best effort pays for driver and adapter",
     ),
     "kept_2": (
