@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.direct import engines
 from benchmarks.direct.engines import Asked, Sampling
-from benchmarks.verify_mode.options import CPU_KV_BYTES, SERVE_TOKENS, Options
+from benchmarks.verify_mode.options import CPU_VLLM, SERVE_TOKENS, Options
 from llm42.engine.base import Engine, EngineOutput
 from llm42.protocol import Request, SamplingParams
 
@@ -92,12 +92,12 @@ class Untouched(engines.Vllm, Counted):
     def __init__(self, options: Options) -> None:
         from vllm import LLM
 
-        o, cpu = options, {"dtype": "float32", "enforce_eager": True} if options.cpu else {}
+        o, cpu = options, {"dtype": "float32", "enforce_eager": True, **CPU_VLLM} if options.cpu else {}
         self.engine = LLM(
             model=o.model, skip_tokenizer_init=True, max_model_len=o.max_len,
-            gpu_memory_utilization=0.05 if o.cpu else 0.25,
-            kv_cache_memory_bytes=CPU_KV_BYTES if o.cpu else o.kv_bytes, max_num_seqs=o.max_requests,
-            max_num_batched_tokens=SERVE_TOKENS, enable_prefix_caching=True, **cpu,
+            gpu_memory_utilization=0.05 if o.cpu else 0.25, max_num_seqs=o.max_requests,
+            max_num_batched_tokens=SERVE_TOKENS, enable_prefix_caching=True,
+            **(cpu or {"kv_cache_memory_bytes": o.kv_bytes}),
         ).llm_engine  # fmt: skip
         self.vocab = self.engine.vllm_config.model_config.get_vocab_size()
         self.running: dict[str, Asked] = {}

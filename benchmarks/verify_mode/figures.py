@@ -71,10 +71,10 @@ def cached_share(run: Mapping[str, Any]) -> float | None:
     return round(prompts["cached"] / prompts["tokens"], 4) if prompts["tokens"] else None
 
 
-def wrongly_cached(answers: Round) -> list[str]:
+def wrongly_cached(answers: Round, mostly: float = MOSTLY) -> list[str]:
     """Where `warmed` and `verify` did not differ in the way in which they are to be compared."""
     shares = {lane: cached_share(answers[lane]) for lane in ("warmed", "verify") if "warmed" in answers}
-    bounds = {"warmed": (MOSTLY, 1.0), "verify": (0.0, HARDLY)}
+    bounds = {"warmed": (mostly, 1.0), "verify": (0.0, HARDLY)}
     return [
         f"{lane}: {share} of its prompts were cached" for lane, share in shares.items()
         if share is not None and not bounds[lane][0] <= share <= bounds[lane][1]

@@ -16,11 +16,11 @@ gains at most at 1024/256: verify with the prompts in vLLM's cache over verify (
 best_effort_step_max: the time between tokens of best effort through the adapter, over vLLM's, of the worst
 number of sequences and context.
 
-All rows of a stage run once, then those of --again, for as long as they fit into --limit-s; DIR/NAME.json is
-written after each, and DIR/STAGE/SIDE.log has what a side said. Within --reuse-s, what vLLM found under a
-load stands for the same load with another share of deterministic requests, of which it knows nothing.
-Predictions, loads and targets: cells.py. Deterministic answers of the modes in a round are compared: equal, or the run has failed.
-The exit status counts what did not work or was left out.
+All rows of a stage run once, then those of --again, for as long as they fit into --limit-s; DIR/NAME.json
+is written after each, and DIR/STAGE/SIDE.log has what a side said. Within --reuse-s, what vLLM found under
+a load stands for the same load with another share of deterministic requests, of which it knows nothing.
+Predictions, loads and targets: cells.py. Deterministic answers of the modes in a round are compared: equal,
+or the run has failed. The exit status counts what did not work or was left out.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ from benchmarks.verify_mode.cells import (
     stages,
     steps_of,
 )
-from benchmarks.verify_mode.figures import differing, figures_of, rates, steps_figure, wrongly_cached
+from benchmarks.verify_mode.figures import MOSTLY, differing, figures_of, rates, steps_figure, wrongly_cached
 from benchmarks.verify_mode.loads import Load
 from benchmarks.verify_mode.options import Options
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 
 CLOSE_S, WARM_S = 20.0, 2.5
+SHORT_MOSTLY = 0.4
+"""Of short prompts, whose last block is computed anew."""
 
 
 class VerifyBench(Bench):
@@ -157,7 +159,7 @@ class VerifyBench(Bench):
         for number in range(self.args.rounds):
             for row in rows_of(again, self.args.cpu) if number else rows:
                 needed = row.round_s - (LANE_S + row.load.seconds) * (self.known(row) is not None)
-                if self.sides and fits(needed, self.left_s, SPARE_S):
+                if "ours" in self.sides and fits(needed, self.left_s, SPARE_S):
                     self.row(row, number)
                     done += 1
                 elif not number:
@@ -186,7 +188,7 @@ class VerifyBench(Bench):
             if lane == "vllm" and found is not None and not known:
                 self.recent[replace(row.load, percent=0)] = time.monotonic(), found
         self.compare(row.name, answers)
-        for text in wrongly_cached(answers):
+        for text in wrongly_cached(answers, SHORT_MOSTLY if self.args.cpu else MOSTLY):
             self.note(f"{row.name} round {number} {text}")
         self.rows.setdefault(row.name, []).append(answers)
         facts = self.raw["rows"].setdefault(
@@ -195,7 +197,8 @@ class VerifyBench(Bench):
         facts["seconds"].append(round(time.monotonic() - began, 1))
         facts |= {"rounds": self.rows[row.name], "tok_s": rates(self.rows[row.name])}
         self.figures |= figures_of(self.rows)
-        mine = {name: f.value for name, f in self.figures.items() if row.name in name or name in row.cells}
+        own = {row.name, *row.cells, *(cell.replace("once", "once_gain") for cell in row.cells)}
+        mine = {n: f.value for n, f in self.figures.items() if n in own or n.endswith(f"_{row.name}")}
         print(row.name, facts["tok_s"], mine, "predicted", {k: v[0] for k, v in told.items()}, flush=True)
         self.save()
 
@@ -212,7 +215,8 @@ class VerifyBench(Bench):
             self.drop(kind, f"{row.name} {lane}: {error}")
             return None
         if "failed" in found or not found.get("quiet", True):
-            self.note(f"{row.name} {lane}: {found.get('failed', 'something of it went on afterwards')}")
+            went_on = f"went on afterwards: {found.get('left')}"
+            self.note(f"{row.name} {lane}: {found.get('failed', went_on)}")
         return None if "failed" in found else found
 
     def compare(self, name: str, answers: dict[str, dict[str, Any]]) -> None:

@@ -11,7 +11,8 @@ from llm42.config import Settings
 
 SERVE_TOKENS = 8192
 """Most tokens in a step of `vllm serve` on this GPU; vLLM's own default depends on who starts it."""
-CPU_KV_BYTES = 1 << 28
+CPU_VLLM = {"kv_cache_memory_bytes": 1 << 28, "block_size": 32}
+"""Prompts are short there, and only whole blocks are cached."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def settings_of(options: Options, mode: str) -> Settings:
     vllm: dict[str, Any] = {
         "max_num_seqs": o.max_requests, "max_num_batched_tokens": o.batched_tokens,
         "gpu_memory_utilization": 0.05 if o.cpu else 0.25, "enforce_eager": o.cpu,
-        "extra_args": {"kv_cache_memory_bytes": CPU_KV_BYTES if o.cpu else o.kv_bytes},
+        "extra_args": CPU_VLLM if o.cpu else {"kv_cache_memory_bytes": o.kv_bytes},
     }  # fmt: skip
     return Settings.load(
         {

@@ -128,7 +128,7 @@ class Replica:
         generator, salt = self.generators["verify" if mode == "warmed" else mode], f"{mode}-{seed}"
         prompts = Prompts(load, seed, self.vocab, mode == "warmed")
         await asyncio.gather(*(self._warm(generator, prompt, salt) for prompt in prompts.all))
-        before = await self._stats()
+        before, preempted = await self._stats(), self.engine.load().preemptions
         self.watched.take()
         seen, source = Seen(Meter(load)), wanted(load, seed, self.vocab)
         spent = time.process_time()
@@ -144,12 +144,14 @@ class Replica:
             after = await self._stats()
             found["verifier"] = {name: after[name] - before[name] for name in COUNTERS if name in after}
             found["engine_prompts"] = self.watched.take()
+            found["engine_preemptions"] = self.engine.load().preemptions - preempted
             found["expected"] = generator.ways.expected(self.pool)
         finally:
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
-        return found | {"quiet": await self._quiet()}
+        left = await self._left()
+        return found | {"quiet": not left, "left": left}
 
     async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
         self.count += 1
@@ -186,17 +188,19 @@ class Replica:
         found: dict[str, Any] = await self.pool.ready[0].handle.stats.remote()
         return found
 
-    async def _quiet(self) -> bool:
-        """Waits until nothing is left of a run; False where that takes too long."""
+    async def _left(self) -> dict[str, int]:
+        """Waits until nothing is left of a run; where that takes too long, what it is."""
         assert self.pool is not None
-        end = time.monotonic() + SETTLED_S
+        end, busy = time.monotonic() + SETTLED_S, dict[str, int]()
         while time.monotonic() < end:
             load, stats = self.engine.load(), await self._stats()
-            busy = load.running + load.waiting + self.pool.followed
-            if not busy + stats["direct"] + stats["active"] + stats["waiting"]:
-                return True
+            busy = {"engine running": load.running, "engine waiting": load.waiting}
+            busy |= {"followed": self.pool.followed}
+            busy |= {f"verifier {name}": int(stats[name]) for name in ("direct", "active", "waiting")}
+            if not any(busy.values()):
+                return {}
             await asyncio.sleep(0.02)
-        return False
+        return busy
 
     def close(self) -> None:
         """Ends the cluster, with the verifier, and the engine."""

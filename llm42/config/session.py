@@ -12,12 +12,13 @@ from llm42.config.section import Section, or_null
 class SessionSettings(Section):
     """The decode-verify-rollback session of a deterministic request."""
 
-    mode: Literal["auto", "verify", "direct"] = Field("auto", json_schema_extra=or_null)
+    mode: Literal["auto", "verify", "direct"] = Field("verify", json_schema_extra=or_null)
     """verify: the fast path decodes and the verifier checks it in windows. direct: the verifier decodes by
     itself. auto: for each request whichever costs less at the time, by measured step times; it may change in
     mid-request, and best-effort requests are decoded with the deterministic ones where that is faster for
-    them. The output of a deterministic request is the same. null: auto, but direct with engine.kind
-    canonical."""
+    them; not the default yet, since on one H200 it was slower than either pinned mode where loads last some
+    seconds each. The output of a deterministic request is the same. null: verify, but direct with
+    engine.kind canonical."""
     credit: PositiveInt = 64
     """How many tokens the verifier may decode by itself before the replica must have said that somebody still
     reads them; said anew when half of them are used. With fewer than about 2 (commit_interval_s + 0.02) /

@@ -22,8 +22,8 @@ deterministic requests are a small part of a round, so more would leave them in 
 FULL = 0.9
 """Share of a verifier's places that may be in use for one more to go there."""
 COMES, STAYS = 0.5, 0.7
-"""Of places and KV the same for best effort. It comes if all of it takes no more than the one, and stays up to
-the other: no deterministic request is refused because of it (verifier.target_load). Nor is one that comes
+"""Of places and KV the same for best effort. It comes if all of it takes no more than the one, and stays up
+to the other: no deterministic request is refused because of it (verifier.target_load). Nor is one that comes
 refused because others are on their way: half of them there is worst."""
 WAIT_STEPS, WAIT_DEADLINES, WAIT_PROMPTS = 32, 4, 4
 """Who is decoded directly and gets no token goes another way after so many steps, commit deadlines and, at

@@ -13,7 +13,7 @@ SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
 RESTED_S = 1.0
-"""Where nobody has asked for so long, nothing was in progress."""
+"""Where nothing was in progress for so long, measuring begins anew."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
 MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
@@ -39,6 +39,9 @@ class Done:
     """Of deterministic ones among those that began: this does not depend on the way."""
     began: int = 0
 
+    idle_since: float | None = None
+    """When the last one in progress ended; None: since the last question there was always one."""
+
     @property
     def begins(self) -> float | None:
         """The share, once enough have begun for it to say something."""
@@ -48,6 +51,16 @@ class Done:
         """A request has begun."""
         self.began += 1
         self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
+
+    def end(self, now: float, left: int) -> None:
+        """A request has ended, and so many are left."""
+        self.ended += 1
+        self.idle_since = None if left else now
+
+    def rested(self, now: float) -> float:
+        """Seconds without a request, before the one that is asked for now; told once."""
+        since, self.idle_since = self.idle_since, None
+        return 0.0 if since is None else now - since
 
 
 @dataclass(slots=True)
@@ -118,10 +131,12 @@ class Standing:
     def next(self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool) -> Plan | None:
         """The plan from now on. count: requests in progress. rounds: what the model expects; None: too little
         is known, or nobody asks. room: whether verifiers have room for best effort."""
-        passed_s, mark = now - self._now.at, self._now
-        self._now = Mark(now, done.tokens, mark.busy + count * min(RESTED_S, passed_s), done.ended)
+        mark, rested_s = self._now, done.rested(now)
+        passed_s = max(0.0, now - mark.at - rested_s)
+        self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
+        self._mean *= max(0.0, 1.0 - rested_s / MEAN_S)
         self._mean += (count - self._mean) * min(1.0, passed_s / MEAN_S)
-        if passed_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
+        if rested_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
             self._since, self._from = self._now, None
         if rounds is None:
             return self.plan

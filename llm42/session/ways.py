@@ -136,12 +136,12 @@ class Ways:
         try:
             yield
         finally:
-            self.done.ended += 1
             self._ids.discard(name)
             self.deterministic.discard(name)
             self.promises.end(name)
             self.best_effort -= not verified
             self.movable -= moves
+            self.done.end(time.monotonic(), self.best_effort + len(self.deterministic))
 
     # ---- decisions
 

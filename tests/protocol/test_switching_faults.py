@@ -240,7 +240,7 @@ def promised(lab: Lab) -> int:
     load = VerifierLoad(costs, costs, kv_free=250)
     client: Any = SimpleNamespace(load=lambda _: load)
     engine: Any = SimpleNamespace(times=SimpleNamespace(costs=slow))
-    settings = lab.settings.model_copy(update={"session": SessionSettings()})
+    settings = lab.settings.model_copy(update={"session": SessionSettings(mode="auto")})
     ways, found = Ways(settings, engine), list[Way]()
     requests = [Request(f"p{i}", (1,) * 40, 60, deterministic=True) for i in range(10)]
     with ExitStack() as stack:

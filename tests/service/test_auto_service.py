@@ -27,9 +27,8 @@ NAME, TOKENS = "auto", 160
 
 @pytest.fixture(scope="module")
 def auto(service: Service, cluster_settings: Settings) -> Iterator[Service]:
-    """The application; nothing is said of its session."""
-    settings = of_one_replica(cluster_settings).model_copy(update={"session": SessionSettings()})
-    assert settings.session.mode == "auto"
+    """The application, with all else of the session as it is by default."""
+    settings = of_one_replica(cluster_settings).model_copy(update={"session": SessionSettings(mode="auto")})
     with Application(service, NAME, settings) as running:
         yield running
 

@@ -224,7 +224,7 @@ class Cluster:
             self.jobs.remove(job)
             job.tries += 1
             self.ended.append(job)
-            self.done.ended += 1
+            self.done.end(self.now, len(self.jobs))
             self.lengths[job.deterministic].end(job.output)
 
     # ---- steps

@@ -28,7 +28,7 @@ def test_the_verifiers_decode_and_have_the_gpu() -> None:
 @pytest.mark.parametrize("kind", ["torch", "vllm"])
 def test_control_with_an_engine_they_are_as_ever(kind: str) -> None:
     settings = Settings.load(ON_GPU | {"engine": {"kind": kind}})
-    assert (settings.session.mode, settings.verifier.kv_tokens) == ("auto", 131072)
+    assert (settings.session.mode, settings.verifier.kv_tokens) == ("verify", 131072)
     assert (settings.verifier.gpus, settings.engine.gpus_per_replica, settings.engine.decodes) == (
         0.1,
         1,
@@ -61,7 +61,7 @@ def test_what_is_said_stands() -> None:
 def test_sections_that_are_objects_already() -> None:
     settings = Settings(engine=EngineSettings(kind="canonical"))
     assert settings.session.mode == "direct"
-    with pytest.raises(pydantic.ValidationError, match=r"session\.mode 'auto'"):
+    with pytest.raises(pydantic.ValidationError, match=r"session\.mode 'verify'"):
         Settings(engine=EngineSettings(kind="canonical"), session=SessionSettings())
 
 
