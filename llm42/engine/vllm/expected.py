@@ -29,14 +29,15 @@ class Setup:
 
 
 MEASURED = {
-    Setup("0.26", "NVIDIA H200", 128, 4): "0 of 305,000 tokens at 256 requests at a time that come and go",
+    Setup("0.26", "NVIDIA H200", 128, 4): (
+        "0 of 1,000 tokens at 64 and 256 requests at a time that come and go, 22 at 8 (random weights)"
+    ),
     Setup("0.26", "NVIDIA H200", 64, 3): (
         "0.2 to 9.6 of 1,000 tokens at 64 requests at a time and more, some 5 at 8 and at 1"
     ),
 }
 """With `verifier.affinity: vllm`, at temperature 0, every request deterministic (README.md, and
 benchmarks/NOTES.md)."""
-FEW = "; where a few are decoded vLLM splits long contexts, and more is rolled back"
 PLAIN_ARGUMENTS = {"kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "attention_config"}
 """Of `engine.vllm.extra_args`: what leaves the measured bits as they were, if attention_config only keeps
 contexts whole."""
@@ -54,7 +55,7 @@ def rollbacks_expected(settings: Settings, model: ModelConfig | None, version: s
     found = MEASURED.get(setup) if setup else None
     if model is None or found is None or not _as_measured(settings, model):
         return f"Rollbacks to expect: not measured for this set-up ({setup or device}); {MEASURE}."
-    few = "" if _whole(settings) else FEW
+    few = "; contexts are kept whole here, so a few at a time have fewer" if _whole(settings) else ""
     return f"Rollbacks to expect: {found}{few} (measured: {setup}); {MEASURE} for your model."
 
 
