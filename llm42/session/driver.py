@@ -88,7 +88,7 @@ class Generator:
             output = 0
             while not run.done:
                 if (delta := await run.advance()) is not None:
-                    self.ways.came(request, output, len(delta.token_ids))
+                    self.ways.came(len(delta.token_ids))
                     output += len(delta.token_ids)
                     yield delta
             self.ways.ended_best_effort(output)
@@ -136,11 +136,9 @@ class Generator:
                 yield await run.score_prompt()
             if request.max_tokens:
                 run.begin()
-                output = 0
                 while not run.done:
                     if (delta := await run.advance()) is not None:
-                        self.ways.came(request, output, len(delta.token_ids))
-                        output += len(delta.token_ids)
+                        self.ways.came(len(delta.token_ids))
                         yield delta
 
     @contextmanager

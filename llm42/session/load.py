@@ -37,7 +37,7 @@ class Load:
     movable: int = 0
     """Of these, those that it could decode."""
     moves: bool = False
-    """Whether they go there now (`moves`)."""
+    """Whether they go there now (plan "moved")."""
     deterministic: int = 1
     """The replica's, in both ways."""
     fast: Costs = NOTHING
@@ -47,7 +47,7 @@ class Load:
     one_device: bool = True
     """Whether the fast path and the verifier share one."""
     plan: Way | None = None
-    """The way that is cheaper for all; None: too little is known (`planned`)."""
+    """The way of all deterministic requests (standing.py); None: too little is known."""
     promised: float = 0.0
     """KV, in tokens, that those of the replica who go direct have not taken yet."""
     coming: int = 0
@@ -87,11 +87,8 @@ class Load:
         many rows of a prompt cost beside one that is decoded."""
         assert self.verifier is not None
         beside_s = self.decode.at(1.0) + rows * self.verifier.prompt_row_s
-        return (
-            min(beside_s, self.verifier.window_steps.at(rows))
-            if self.verifier.window_steps.times
-            else beside_s
-        )
+        known = self.verifier.window_steps
+        return min(beside_s, known.at(rows)) if known.times else beside_s
 
     @property
     def prompt_row_s(self) -> float:
@@ -104,6 +101,11 @@ class Load:
     def count(self) -> int:
         """Requests in progress."""
         return self.best_effort + self.deterministic
+
+    @property
+    def share(self) -> float:
+        """Of deterministic requests among those that begin."""
+        return self.deterministic / self.count if self.begins is None else self.begins
 
     @property
     def joined(self) -> float:

@@ -1,13 +1,11 @@
-"""Which way a request takes, by what that costs: a model and decisions, all pure.
+"""Which way one request takes. All pure: times come in here and in the model (rounds.py), and nowhere else.
 
-A *round* is the time in which as many tokens come as there are requests. A replica has a *plan*, since
-neither way does well with half of the requests: the way in which a typical request comes to its end sooner if
-all take it, its prompt included, which the fast path computes once more than the verifier, d times. New ones
-follow the plan. Whoever has begun in the other way does if that saves more than what it costs to have its
-prompt and output computed there. b and d do not depend on who takes which way, so that one who switches gives
-no other one a reason to.
+A *round* is the time in which as many tokens come as there are requests. A replica has a *plan*
+(standing.py), one way for all of its deterministic requests, since neither way does well with half of them.
+New ones follow the plan. Whoever has begun in the other way does if that saves more than what it costs to have
+its prompt and output computed there.
 
-Times come in here and nowhere else. The output of a deterministic request is the same whatever is decided.
+The output of a deterministic request is the same whatever is decided.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from llm42.session.load import WAYS, Load, Progress, Way
 HOLD = 64
 """Output tokens between two decisions on a request."""
 MARGIN = 0.02
-"""A switch must save more than this share. In a large batch of best effort few
-deterministic requests are a small part of a round, so more would leave them in the worse way for good."""
+"""A switch must save more than this share. In a large batch of best effort few deterministic requests are a
+small part of a round, so more would leave them in the worse way for good."""
 FULL = 0.9
 """Share of a verifier's places that may be in use for one more to go there."""
 COMES, STAYS = 0.5, 0.7

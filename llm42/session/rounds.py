@@ -18,9 +18,9 @@ are not used, but those that come about once all have taken it.
 
 On one device each side has half of it while both have something to do (h = 2), and in verify the fast path
 while the verifier decodes others. r: candidates thrown away per committed token; v = W(k (w + 1)) / (k (w +
-1)): what a candidate costs in windows of w candidates, of which k come while one is computed. On two devices
-h is 1, and verify is bounded by the slower of both. Windows that wait in the verifier for longer than the
-fast path may be ahead hold their request up; that time is added.
+1)): what a candidate costs in windows of w candidates, of which k come while one is computed (TOGETHER). On
+two devices h is 1, and verify is bounded by the slower of both. Windows that wait in the verifier for longer
+than the fast path may be ahead hold their request up; that time is added.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def apart_s(typical: Progress, load: Load, moved: bool) -> float:
 def _sides(typical: Progress, load: Load, moved: bool) -> tuple[Side, Side]:
     verifier, fast = load.verifier, load.fast
     assert verifier is not None
-    share = load.deterministic / load.count if load.begins is None else load.begins
+    share = load.share
     goes = (load.movable / load.best_effort if load.best_effort else 0.0) * (1.0 - share) if moved else 0.0
     ours, others = _output(typical), output_of_best_effort(typical, load)
     begins = share + goes
@@ -118,7 +118,7 @@ def _output(typical: Progress) -> float:
 
 def verified_s(typical: Progress, load: Load) -> float:
     """Seconds of a round in which the fast path decodes all and verifiers compute windows."""
-    verifier, share = load.verifier, load.deterministic / load.count if load.begins is None else load.begins
+    verifier, share = load.verifier, load.share
     assert verifier is not None
     ours, others = share * _output(typical), (1.0 - share) * output_of_best_effort(typical, load)
     deterministic = load.count * ours / (ours + others)

@@ -38,29 +38,27 @@ class Done:
     share: float = 0.0
     """Of deterministic ones among those that began: this does not depend on the way."""
     began: int = 0
-
-    idle_since: float | None = None
-    """When the last one in progress ended; None: since the last question there was always one."""
+    rested_s: float = 0.0
+    """Seconds in which none was in progress, since that was last asked for."""
+    _idle_since: float | None = None
+    """When the last one in progress ended; None: there is one, or there never was."""
 
     @property
     def begins(self) -> float | None:
         """The share, once enough have begun for it to say something."""
         return self.share if self.began >= ENOUGH else None
 
-    def begin(self, deterministic: bool) -> None:
+    def begin(self, deterministic: bool, now: float) -> None:
         """A request has begun."""
+        if self._idle_since is not None:
+            self.rested_s, self._idle_since = self.rested_s + now - self._idle_since, None
         self.began += 1
         self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
 
     def end(self, now: float, left: int) -> None:
         """A request has ended, and so many are left."""
         self.ended += 1
-        self.idle_since = None if left else now
-
-    def rested(self, now: float) -> float:
-        """Seconds without a request, before the one that is asked for now; told once."""
-        since, self.idle_since = self.idle_since, None
-        return 0.0 if since is None else now - since
+        self._idle_since = None if left else now
 
 
 @dataclass(slots=True)
@@ -131,7 +129,9 @@ class Standing:
     def next(self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool) -> Plan | None:
         """The plan from now on. count: requests in progress. rounds: what the model expects; None: too little
         is known, or nobody asks. room: whether verifiers have room for best effort."""
-        mark, rested_s = self._now, done.rested(now)
+        if not count:  # somebody looks; whoever comes next is asked for
+            return self.plan
+        mark, rested_s, done.rested_s = self._now, done.rested_s, 0.0
         passed_s = max(0.0, now - mark.at - rested_s)
         self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
         self._mean *= max(0.0, 1.0 - rested_s / MEAN_S)
@@ -158,12 +158,15 @@ class Standing:
             self._consider(expected)
         return self.plan
 
-    def _cheapest(self, expected: dict[Plan, float]) -> Plan:
-        return min(expected, key=lambda plan: expected[plan] * self._off.get(plan, 1.0))
+    def _saved(self, expected: dict[Plan, float], present: Plan) -> tuple[Plan, float]:
+        """The cheapest plan, and how much of a round of the present one it seems to save."""
+        corrected = {plan: seconds * self._off.get(plan, 1.0) for plan, seconds in expected.items()}
+        plan = min(corrected, key=lambda each: corrected[each])
+        return plan, 1.0 - corrected[plan] / corrected[present]
 
     def _begin(self, expected: dict[Plan, float], otherwise: Plan) -> None:
-        plan = self._cheapest(expected)
-        self._take(plan if expected[plan] < (1.0 - FIRST) * expected[otherwise] else otherwise)
+        plan, saved = self._saved(expected, otherwise)
+        self._take(plan if saved > FIRST else otherwise)
 
     def _is_another_load(self, done: Done) -> bool:
         count, share = self._load
@@ -208,10 +211,7 @@ class Standing:
 
     def _consider(self, expected: dict[Plan, float]) -> None:
         assert self.plan is not None
-        other = self._cheapest(expected)
-        saved = 1.0 - expected[other] * self._off.get(other, 1.0) / (
-            expected[self.plan] * self._off.get(self.plan, 1.0)
-        )
+        other, saved = self._saved(expected, self.plan)
         if self._measured is None:
             if saved > CLEARLY and self._blind and self._now.at - self._since.at >= SETTLE_S:
                 self._blind = False

@@ -131,7 +131,7 @@ class Ways:
             self.deterministic.add(name)
         self.best_effort += not verified
         self.movable += moves
-        self.done.begin(verified)
+        self.done.begin(verified, time.monotonic())
         (self.lengths if verified else self._of_best_effort).begin(len(request.prompt))
         try:
             yield
@@ -198,8 +198,8 @@ class Ways:
         """Learns from a deterministic request that is over."""
         self.lengths.end(len(session.committed))
 
-    def came(self, request: Request, output: int, tokens: int) -> None:
-        """So many tokens of a request behind so many."""
+    def came(self, tokens: int) -> None:
+        """Output of a request."""
         self.done.tokens += tokens
 
     def ended_best_effort(self, output: int) -> None:

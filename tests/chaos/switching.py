@@ -12,7 +12,7 @@ from unittest import mock
 from ray.serve import Application
 
 from llm42.session import drive
-from llm42.session.policy import Load, Progress, Way
+from llm42.session.load import Load, Progress, Way
 from llm42.telemetry import metrics as m
 from llm42_serve import app
 from llm42_serve.replica.fastpath import FastPath

@@ -179,7 +179,7 @@ class Cluster:
     def start(self, job: Job) -> None:
         """One more."""
         self.jobs.append(job)
-        self.done.begin(job.deterministic)
+        self.done.begin(job.deterministic, self.now)
         self.lengths[job.deterministic].begin(job.prompt)
         self._go(job, self._way_of(job, None))
 

@@ -217,6 +217,32 @@ def test_vllm_with_a_prompt_in_each_step() -> None:
     assert found.row_s == pytest.approx(ROW_S, rel=0.1)
 
 
+def told_late(theirs: float) -> Costs:
+    """Prompts of several chunks, one after another, each told with its last chunk. theirs: what somebody else
+    says of a row."""
+    clock, random = Clock(), Random(2)
+    stats = Stats(times=StepTimes(clock, late=True))
+    stats.times.row_s = lambda: theirs
+    for _ in range(400):
+        chunks = random.choice((4, 8, 12))
+        for i in range(chunks):
+            clock.now += DECODED + ROW_S * 2000
+            stats.step(256, 2000 * chunks if i == chunks - 1 else 0, clock.now)
+    clock.now += 1.0
+    return stats.times.costs
+
+
+def test_rows_that_are_told_late_cost_what_the_neighbour_says() -> None:
+    found = told_late(1.2 * ROW_S)
+    assert found.row_s == pytest.approx(1.2 * ROW_S)
+    assert found.times[0][1] < 2 * DECODED
+
+
+def test_control_by_what_is_told_they_cost_nothing() -> None:
+    found = told_late(0.0)
+    assert found.row_s < ROW_S / 2 and found.times[0][1] > 2 * DECODED
+
+
 def test_a_rest_of_vllm_is_not_timed() -> None:
     steps = [(4, 0)] * (TIMED // 2) + [(0, 0)] + [(4, 0)] * (TIMED + 1)
     spacing = [0.01] * (TIMED // 2) + [0.01, 60.0] + [0.01] * TIMED

@@ -34,7 +34,7 @@ class Replica:
     def __post_init__(self) -> None:
         self.random = Random(0)
         for _ in range(100):
-            self.done.begin(True)
+            self.done.begin(True, self.now)
 
     def run(self, seconds: float) -> Plan:
         """Goes on for so long."""
@@ -50,10 +50,15 @@ class Replica:
             self.now += STEP_S
         return plan
 
-    def rest(self, seconds: float) -> None:
-        """Nobody asks for so long."""
+    def rest(self, seconds: float, looks: bool = False) -> None:
+        """Nobody is there for so long. looks: somebody asks for the plan all the same."""
         self.done.end(self.now, 0)
-        self.now += seconds
+        until = self.now + seconds
+        while looks and self.now + 0.5 < until:
+            self.now += 0.5
+            self.standing.next(self.now, 0, self.done, None, self.room)
+        self.now = until
+        self.done.begin(True, self.now)
 
 
 def truth(verify: float, direct: float, moved: float = 1.0) -> dict[Plan, float]:
@@ -155,6 +160,34 @@ def in_bursts() -> Replica:
 
 def test_a_burst_is_not_measured_from_its_beginning() -> None:
     assert "verify" not in in_bursts().stood
+
+
+def test_who_only_looks_changes_nothing() -> None:
+    """The dashboard asks what is expected also while nobody is there: such a rest counts once."""
+    means = []
+    for looks in (False, True):
+        replica = Replica(truth(0.05, 0.003), Rounds(0.005, 0.003, 0.02))
+        replica.run(10.0)
+        replica.rest(5.0, looks)
+        replica.run(0.1)
+        means.append(replica.standing._mean)
+    assert means[0] == means[1] == pytest.approx(COUNT / 2, rel=0.05)
+
+
+def test_rest_is_what_nobody_was_there() -> None:
+    done = Done()
+    for now, begins, left in (
+        (1.0, True, 0),
+        (2.0, False, 0),
+        (5.0, True, 0),
+        (6.0, True, 0),
+        (9.0, False, 1),
+    ):
+        if begins:
+            done.begin(True, now)
+        else:
+            done.end(now, left)
+    assert done.rested_s == 3.0
 
 
 def test_control_it_would_turn_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

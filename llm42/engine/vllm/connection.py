@@ -19,7 +19,7 @@ from typing import Any
 
 from llm42.config import Settings
 from llm42.engine.base import require_known_ids
-from llm42.engine.vllm.expected import known, rollbacks_expected
+from llm42.engine.vllm.expected import rollbacks_expected
 from llm42.engine.vllm.guard import Guard
 from llm42.engine.vllm.options import (
     MAX_LOGPROBS,
@@ -164,10 +164,9 @@ def connect(settings: Settings) -> Connection:
         guard.close()
         raise EngineUnavailable(f"vLLM {version} did not start: {type(error).__name__}: {error}") from error
     guard.ready()
-    expected = facts["rollbacks_expected"]
-    told = (f"{key} {value}" for key, value in facts.items() if value != expected)
+    told = (f"{key} {value}" for key, value in facts.items() if key != "rollbacks_expected")
     log.info("vLLM is ready: %s", ", ".join(told))
-    log.log(logging.INFO if known(expected) else logging.WARNING, "%s", expected)
+    log.info("%s", facts["rollbacks_expected"])
     return connection
 
 

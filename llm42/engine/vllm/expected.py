@@ -59,11 +59,6 @@ def rollbacks_expected(settings: Settings, model: ModelConfig | None, version: s
     return f"Rollbacks to expect: {found}{few} (measured: {setup}); {MEASURE} for your model."
 
 
-def known(sentence: str) -> bool:
-    """Whether it has a measured figure for a set-up whose bits were seen equal."""
-    return "(measured:" in sentence
-
-
 def _minor(version: str) -> str:
     found = re.match(r"\d+\.\d+", version)
     return found[0] if found else version
