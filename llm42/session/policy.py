@@ -2,8 +2,8 @@
 
 A *round* is the time in which as many tokens come as there are requests. A replica has a *plan*
 (standing.py), one way for all of its deterministic requests, since neither way does well with half of them.
-New ones follow the plan. Whoever has begun in the other way does if that saves more than what it costs to have
-its prompt and output computed there.
+New ones follow the plan. Whoever has begun in the other way does if that saves more than what it costs to
+have its prompt and output computed there.
 
 The output of a deterministic request is the same whatever is decided.
 """

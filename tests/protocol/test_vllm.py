@@ -256,7 +256,7 @@ def test_the_model_runner_and_expected_rollbacks_are_told(lab: Lab, caplog: pyte
     assert f"model_runner {engine.facts['model_runner']}" in caplog.text
     expected = engine.facts["rollbacks_expected"]
     assert expected.startswith("Expect rollbacks: verifier.affinity is not vllm")
-    assert ("WARNING", expected) in [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert ("INFO", expected) in [(r.levelname, r.getMessage()) for r in caplog.records]
 
 
 def test_one_process_with_vllm(lab: Lab, vllm_pool: VllmPool, tmp_path: Path) -> None:
