@@ -167,6 +167,10 @@ REQUEST_SECONDS = _define(
     _I, _H, "request_seconds", "seconds", "Arrival to end of requests that finished", MODE, buckets=_LATENCY
 )
 
+INGRESS_TASKS = _define(
+    _I, _G, "ingress_tasks", "tasks", "Tasks of the process's event loop, as of the last look at its health"
+)
+
 # Decode-verify-rollback sessions.
 CANDIDATE_TOKENS = _define(_R, _C, "candidate_tokens", "tokens", "Candidates that the fast path proposed")
 COMMITTED_TOKENS = _define(_R, _C, "committed_tokens", "tokens", "Tokens committed by a verifier", WAY)
@@ -207,6 +211,7 @@ ADMITTED_LIMIT = _define(
 )
 WAITING = _define(_R, _G, "fastpath_waiting", "requests", "Admitted requests that wait for the engine")
 PREEMPTIONS = _define(_R, _C, "preemptions", "requests", "Requests whose KV the engine took back for others")
+REPLICA_TASKS = _define(_R, _G, "replica_tasks", "tasks", "Tasks of the process's event loop")
 KV_USED = _define(_R, _G, "fastpath_kv_used_tokens", "tokens", "KV cache in use by live requests")
 KV_TOTAL = _define(_R, _G, "fastpath_kv_total_tokens", "tokens", "KV cache of the replica")
 VERIFIERS_READY = _define(
@@ -245,6 +250,7 @@ VERIFIER_PREEMPTIONS = _define(
 VERIFIER_KV_HELD = _define(_V, _G, "verifier_kv_held_blocks", "blocks", "KV blocks of live requests")
 VERIFIER_KV_CACHED = _define(_V, _G, "verifier_kv_cached_blocks", "blocks", "KV blocks kept for reuse")
 VERIFIER_KV_TOTAL = _define(_V, _G, "verifier_kv_total_blocks", "blocks", "KV blocks of the verifier")
+VERIFIER_TASKS = _define(_V, _G, "verifier_tasks", "tasks", "Tasks of the process's event loop")
 VERIFIER_DEVICES = _define(
     _V, _G, "verifier_devices", "devices", "GPUs the verifier holds; without one, CPU threads"
 )

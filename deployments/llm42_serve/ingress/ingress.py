@@ -23,7 +23,7 @@ from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry.logs import configure
-from llm42.telemetry.metrics import FAILOVERS, Metrics, Scope
+from llm42.telemetry.metrics import FAILOVERS, INGRESS_TASKS, Metrics, Scope
 from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.telemetry.tracing import Tracer, make_tracer
 from llm42_serve.ingress.failover import Failover, ReplicaLost
@@ -109,6 +109,7 @@ class RayBackend:
 
     async def status(self) -> Status:
         """One replica's view; `serving` is false when none answers in time."""
+        self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
         try:
             status: Status = await asyncio.wait_for(self._status.remote(self._facts), STATUS_TIMEOUT_S)
             return status

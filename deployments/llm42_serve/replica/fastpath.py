@@ -193,6 +193,7 @@ class FastPath:
             self._metrics.set(m.KV_USED, load.kv_used)
             self._metrics.set(m.KV_TOTAL, load.kv_total)
             self._metrics.set(m.FASTPATH_DEVICES, devices)
+            self._metrics.set(m.REPLICA_TASKS, len(asyncio.all_tasks()))
             self._metrics.inc(m.PREEMPTIONS, load.preemptions - preempted)
             preempted = load.preemptions
             self._metrics.set(m.WAITING, load.waiting)

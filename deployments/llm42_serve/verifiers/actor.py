@@ -18,7 +18,7 @@ from llm42.fingerprint.environment import UnsteadyKernels
 from llm42.protocol import Commit, Failure, Window, across_releases
 from llm42.step_times import NOTHING, Costs
 from llm42.telemetry.logs import configure, event
-from llm42.telemetry.metrics import Scope
+from llm42.telemetry.metrics import VERIFIER_TASKS, Scope
 from llm42.telemetry.request_metrics import VerifierReport
 from llm42.verifier.certify.certificate import CertificationFailed
 from llm42.verifier.known_answers import golden_answers
@@ -165,6 +165,7 @@ class VerifierActor:
         report = VerifierReport(verifier, self._settings, metrics)
         while True:
             report.report()
+            metrics.set(VERIFIER_TASKS, len(asyncio.all_tasks()))
             await asyncio.sleep(REPORT_S)
 
     async def _expire(self) -> None:
