@@ -30,6 +30,7 @@ from llm42_serve.ingress.failover import Failover, ReplicaLost
 from llm42_serve.ray_metrics import RayMetrics
 
 STATUS_TIMEOUT_S = 2.0
+REPORT_S = 1.0
 
 
 class RayBackend:
@@ -109,7 +110,6 @@ class RayBackend:
 
     async def status(self) -> Status:
         """One replica's view; `serving` is false when none answers in time."""
-        self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
         try:
             status: Status = await asyncio.wait_for(self._status.remote(self._facts), STATUS_TIMEOUT_S)
             return status
@@ -127,6 +127,7 @@ class Ingress:
         telemetry = self._settings.telemetry
         configure(telemetry, "ingress")
         self._metrics = RayMetrics(Scope.INGRESS, in_replica=True, model=self._settings.model.name)
+        self._reporter = asyncio.get_running_loop().create_task(self._report())
         self._backend = RayBackend(
             fastpath,
             request_facts(self._settings, self._tokenizer),
@@ -143,3 +144,8 @@ class Ingress:
         gc.collect()
         gc.freeze()
         return app
+
+    async def _report(self) -> None:
+        while True:  # Ray forgets a gauge that is not set again
+            self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
+            await asyncio.sleep(REPORT_S)
