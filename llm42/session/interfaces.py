@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from llm42.errors import LLM42Error
@@ -22,9 +22,10 @@ class VerifierClient(Protocol):
         not known."""
         ...
 
-    async def verify(self, windows: Sequence[Window]) -> list[Commit | Failure]:
-        """Verifies windows. Raises VerifierUnavailable or Overloaded: both may be retried, verification is
-        pure."""
+    def verify(self, windows: Sequence[Window]) -> Awaitable[list[Commit | Failure]]:
+        """Verifies windows. They are sent by the call, not when the answers are awaited: a request that is
+        released later is over. Raises VerifierUnavailable or Overloaded, now or then: both may be retried,
+        verification is pure."""
         ...
 
     def follow(self, window: Window, sink: Sink) -> None:

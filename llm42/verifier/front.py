@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Self
@@ -199,9 +199,9 @@ class Front(ABC):
         is found then."""
         self._inbox.put(partial(self._followers.retire, request_id))
 
-    async def verify(self, windows: Sequence[Window], cold: bool = False) -> list[Answer]:
-        """Awaits all answers, in the order of the windows. cold, errors: as `submit`."""
-        return list(await asyncio.gather(*map(asyncio.wrap_future, self._submit_all(windows, cold))))
+    def verify(self, windows: Sequence[Window], cold: bool = False) -> Awaitable[list[Answer]]:
+        """Submits the windows; awaited, it gives all answers in their order. cold, errors: as `submit`."""
+        return _all(self._submit_all(windows, cold))
 
     def _submit_all(self, windows: Sequence[Window], cold: bool) -> list[Future[Answer]]:
         """All or none: when one is refused, those before it are not computed for nobody."""
@@ -235,3 +235,7 @@ class Front(ABC):
         s.yielding, blocks = self._followers.yielding
         s.yielding_kv = blocks * pool.block_size
         return s
+
+
+async def _all(futures: Sequence[Future[Answer]]) -> list[Answer]:
+    return list(await asyncio.gather(*map(asyncio.wrap_future, futures)))

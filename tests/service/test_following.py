@@ -13,8 +13,9 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from llm42.errors import VerifierUnavailable
-from llm42.protocol import Commit, SamplingParams, Window
+from llm42.protocol import Commit, Request, SamplingParams, Window
 from llm42.session.interfaces import Sink
+from llm42.session.machine import Session
 from llm42.session.verify_call import verify
 from llm42.telemetry.tracing import Tracer
 from llm42_serve.replica import following, verifier_pool
@@ -27,7 +28,7 @@ from tests.protocol import session_model
 from tests.protocol.session_model import oracle, prompt_of
 from tests.service.pools import pool_of
 from tests.service.stand_ins import Call
-from tests.service.wires import Read, Stepper, checked, read, request_of
+from tests.service.wires import CREDIT, Read, Stepper, checked, read, request_of
 from tests.support import PATIENCE_S, Clock, until
 
 
@@ -405,3 +406,41 @@ async def test_with_many_streams_tokens_wait_longer() -> None:
         following._places.update(dict.fromkeys(map(str, range(500)), None))  # type: ignore[arg-type]
         assert following._interval_s() == pytest.approx(0.2)
         following._places.clear()
+
+
+def window_of(request: Request) -> Window:
+    """Its first one, without credit."""
+    window = Session(request, CREDIT, 0.0).due(0.0)
+    assert window is not None
+    return replace(window, credit=0)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_whoever_leaves_at_once_is_not_followed_for_ever(turns: int) -> None:
+    """However far its window has come: it must not be sent behind the release."""
+    async with pool_with(Actor()) as pool:
+        window = window_of(request_of(0))
+        waits = asyncio.create_task(verify(pool, window, pool._settings.session, Tracer(), "", lambda: None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waits.cancel()
+        pool.release(window.request_id)
+        await asyncio.wait([waits])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not len(pool._following)
+        assert [m.in_flight for m in pool.members] == [0]
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_window_that_is_given_up_never_takes_the_place_of_the_next(turns: int) -> None:
+    """As where a request is decoded directly from now on."""
+    async with pool_with(Actor()) as pool:
+        window = window_of(request_of(0))
+        waits = asyncio.create_task(verify(pool, window, pool._settings.session, Tracer(), "", lambda: None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waits.cancel()
+        found = await read(ByPool(pool), request_of(0))
+        assert found.tokens == oracle(60, prompt_of(0))[0]
+        assert not found.silences

@@ -109,28 +109,36 @@ class Following:
         self._kept.begin(window)
         self._ask(window, lambda _, answer: sink(answer))
 
-    async def verified(self, window: Window) -> tuple[Member, Commit | Failure]:
-        """The answer to a window without credit, and whose it is. Raises VerifierUnavailable or Overloaded.
-        Cancelling it too early, as when the client leaves, is not the verifier's fault."""
-        entered, loop = time.monotonic(), asyncio.get_running_loop()
-        found: asyncio.Future[tuple[Member | None, Answer]] = loop.create_future()
+    def verified(self, window: Window) -> asyncio.Future[tuple[Member, Commit | Failure]]:
+        """The answer to a window without credit, and whose it is. VerifierUnavailable or Overloaded may come
+        of it. Cancelling it too early, as when the client leaves, is not the verifier's fault.
+
+        The window is sent now. Sent when the answer is awaited, it could come behind its request's release,
+        and would be followed for ever, or behind the next window, and take its place."""
+        entered, name = time.monotonic(), window.request_id
+        found: asyncio.Future[tuple[Member, Commit | Failure]] = asyncio.get_running_loop().create_future()
 
         def take(member: Member | None, answer: Answer) -> None:
-            if not found.done():
+            if found.done():
+                return
+            if isinstance(answer, LLM42Error):
+                found.set_exception(answer)
+            else:
+                assert member is not None
                 found.set_result((member, answer))
 
         self._ask(window, take)
-        starting = self._starting.get(window.request_id)
-        try:
-            member, answer = await found
-        except asyncio.CancelledError:
-            late = time.monotonic() - entered >= self._session.verify_timeout_s - 1.0
-            self._unwanted(window, starting, late)
-            raise
-        if isinstance(answer, LLM42Error):
-            raise answer
-        assert member is not None
-        return member, answer
+        starting = self._starting.get(name)
+
+        def over(found: asyncio.Future[tuple[Member, Commit | Failure]]) -> None:
+            if found.cancelled():
+                late = time.monotonic() - entered >= self._session.verify_timeout_s - 1.0
+                self._unwanted(window, starting, late)
+            else:
+                found.exception()  # nobody may be there to look at it
+
+        found.add_done_callback(over)
+        return found
 
     def renew(self, request_id: str, until: int) -> None:
         """As VerifierClient.renew; that the request is not known is said to the sink."""

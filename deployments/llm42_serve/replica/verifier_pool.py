@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -129,16 +129,21 @@ class VerifierPool:
         reasons = {m.status.detail or m.status.state for m in self.members if m.status}
         return "No verifier is ready: " + ("; ".join(sorted(reasons)) or "not reachable") + "."
 
-    async def verify(self, windows: Sequence[Window]) -> list[Answer]:
+    def verify(self, windows: Sequence[Window]) -> Awaitable[list[Answer]]:
         """One try: commits (or final failures) in order. VerifierUnavailable or Overloaded may be retried.
 
         A verifier that died is replaced within seconds, so this waits for one to be ready; the caller bounds
         the wait (session.verify_timeout_s).
         """
-        return list(await asyncio.gather(*map(self._verified, windows)))
+        return self._answers([(window, self._following.verified(window)) for window in windows])
 
-    async def _verified(self, window: Window) -> Answer:
-        member, answer = await self._following.verified(window)
+    async def _answers(
+        self, asked: Sequence[tuple[Window, Awaitable[tuple[Member, Answer]]]]
+    ) -> list[Answer]:
+        return list(await asyncio.gather(*(self._verified(window, answer) for window, answer in asked)))
+
+    async def _verified(self, window: Window, asked: Awaitable[tuple[Member, Answer]]) -> Answer:
+        member, answer = await asked
         self._auditor.consider(member, [window], [answer])
         return answer
 
