@@ -32,6 +32,11 @@ LATE_S = 3.0
 """So old the status of a verifier may be: the supervisor asks every second, and is asked every half."""
 FAR = 2.0
 """Two measurements of what a row costs that differ by more are not of the same: one is wrong."""
+RESTED_S, SETTLES_S = 1.5, 0.5
+"""After a rest steps are not counted for so long, or only until others are where nothing else is known:
+prompts come together then, and who shares the device has not been heard."""
+MOSTLY = 0.6
+"""Where other rows took more than this share of a size's steps, another size tells more of it."""
 CLEAN = 3
 """With so many steps of a size that computed nothing else, the others tell nothing of it."""
 
@@ -139,7 +144,7 @@ class StepTimes:
         self.row_s: Callable[[], float] = lambda: 0.0
         """Seconds of a row of a prompt as somebody else has measured them, of the same model on the same
         device; 0.0: nobody has. Asked where what is told of rows is too late to tell what they cost."""
-        self._seen = clock(), 0.0
+        self._seen, self._settles_until, self._unsettled = (clock(), 0.0), -math.inf, False
         self._sizes: list[deque[_Step]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._found, self._looked_at, self._news = Costs(), -LOOK_S, False
 
@@ -152,6 +157,16 @@ class StepTimes:
         except Exception:  # steps go on, whatever is the matter with what is told of another process
             theirs = theirs_before
         self._seen = now, theirs
+        if now - before - seconds >= RESTED_S:
+            self._settles_until = now + SETTLES_S
+        if now < self._settles_until:
+            if any(self._sizes) and not self._unsettled:
+                return
+            self._unsettled = True
+        elif self._unsettled:
+            self._unsettled = False
+            for each in self._sizes:
+                each.clear()
         if size and now - size[-1][3] < APART_S:
             return
         beside = min(1.0, max(0.0, theirs - theirs_before) / max(now - before, 1e-9))
@@ -179,7 +194,8 @@ def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:
     row_s = _row_s(sizes)
     if theirs and not theirs / FAR <= row_s <= theirs * FAR:
         row_s = theirs
-    found = [_alone(steps, row_s) for steps in sizes[1:] if steps]
+    telling = [steps for steps in sizes[1:] if steps and _tells(steps, row_s)]
+    found = [_alone(steps, row_s) for steps in telling or [steps for steps in sizes[1:] if steps]]
     for at in range(len(found) - 2, -1, -1):  # fewer rows never take longer
         found[at] = found[at][0], min(found[at][1], found[at + 1][1])
     return Costs(tuple(found), row_s)
@@ -187,18 +203,25 @@ def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:
 
 def _row_s(sizes: Sequence[Sequence[_Step]]) -> float:
     """What another row adds: the median slope between steps of a size (Theil 1950, Sen 1968)."""
-    slopes = list[float]()
-    for steps in sizes:
-        others = [s[1] for s in steps]
-        apart = (max(others) - min(others)) / 2 if others else 0.0
-        if apart > 0.0:
-            slopes += [
-                (b[2] - a[2]) / (b[1] - a[1]) for a, b in combinations(steps, 2) if abs(b[1] - a[1]) >= apart
-            ]
+    spreads = [max(s[1] for s in steps) - min(s[1] for s in steps) for steps in sizes if steps]
+    apart = max(spreads, default=0.0) / 2  # of fewer rows apart what else goes on tells more than they do
+    slopes = [
+        (b[2] - a[2]) / (b[1] - a[1])
+        for steps in sizes
+        for a, b in combinations(steps, 2)
+        if apart and abs(b[1] - a[1]) >= apart
+    ]
     if slopes:
         return max(0.0, median(slopes))
     # nothing to compare: a row of theirs cannot cost more than its share
     return min((s[2] / (s[0] + s[1]) for steps in sizes for s in steps if s[1] > 0.0), default=0.0)
+
+
+def _tells(steps: Sequence[_Step], row_s: float) -> bool:
+    """Whether decoded rows are enough of what they took: of few beside a long prompt nothing is seen."""
+    if sum(not s[1] for s in steps) >= CLEAN:
+        return True
+    return row_s * fmean(s[1] for s in steps) <= MOSTLY * fmean(s[2] for s in steps)
 
 
 def _alone(steps: Sequence[_Step], row_s: float) -> tuple[float, float]:

@@ -39,6 +39,7 @@ def parsed(about: str | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="of each load; steps have five")
     parser.add_argument("--again", nargs="+", choices=CELLS, help="what runs after the first round; all")
     parser.add_argument("--reuse-s", type=float, default=0.0, help="how long a rate of vLLM's is good")
+    parser.add_argument("--settle-s", type=float, default=12.0, help="what auto has to find its plan in")
     parser.add_argument("--affinity", choices=["vllm", "none"], default="vllm", help="of the verifier")
     parser.add_argument("--batched-tokens", type=int, help="in a step of our vLLM, instead of the service's")
     parser.add_argument("--engine", choices=["vllm", "torch"], help="ours; by default vllm, with --cpu torch")

@@ -159,6 +159,7 @@ class VerifyBench(Bench):
         for number in range(self.args.rounds):
             for row in rows_of(again, self.args.cpu) if number else rows:
                 needed = row.round_s - (LANE_S + row.load.seconds) * (self.known(row) is not None)
+                needed += self.args.settle_s * ("auto" in row.lanes)
                 if "ours" in self.sides and fits(needed, self.left_s, SPARE_S):
                     self.row(row, number)
                     done += 1
@@ -208,9 +209,12 @@ class VerifyBench(Bench):
         if kind not in self.sides:
             return None
         mode = {} if kind == "vllm" else {"mode": lane}
-        limit_s = min(60.0 + 3 * row.load.seconds, max(1.0, self.left_s - 1))
+        load = row.load
+        if lane == "auto" and load.ramp_s:
+            load = replace(load, ramp_s=load.ramp_s + self.args.settle_s)
+        limit_s = min(60.0 + 3 * load.seconds, max(1.0, self.left_s - 1))
         try:
-            found = self.sides[kind].ask(limit_s, do="flow", load=asdict(row.load), seed=seed, **mode)
+            found = self.sides[kind].ask(limit_s, do="flow", load=asdict(load), seed=seed, **mode)
         except Dead as error:
             self.drop(kind, f"{row.name} {lane}: {error}")
             return None

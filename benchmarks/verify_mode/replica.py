@@ -35,7 +35,7 @@ from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.verifier_pool import VerifierPool
 
 MODES = ("verify", "direct", "auto")
-READY_S, SETTLED_S = 400.0, 10.0
+READY_S, SETTLED_S, PLANS_S = 400.0, 10.0, 0.5
 COUNTERS = (
     "steps", "rows", "padding_rows", "windows", "decoded", "cached_rows", "preemptions", "step_s", "queue_s",
 )  # fmt: skip
@@ -136,6 +136,7 @@ class Replica:
             asyncio.create_task(self._client(generator, source, seen, salt, prompts))
             for _ in range(load.in_flight)
         ]
+        plans = asyncio.create_task(self._plans(generator, told := list[list[Any]]()))
         try:
             done, _ = await asyncio.wait(clients, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION)
             for client in done:
@@ -146,12 +147,26 @@ class Replica:
             found["engine_prompts"] = self.watched.take()
             found["engine_preemptions"] = self.engine.load().preemptions - preempted
             found["expected"] = generator.ways.expected(self.pool)
+            found["plans"] = told
         finally:
+            plans.cancel()
             for client in clients:
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
         left = await self._left()
         return found | {"quiet": not left, "left": left}
+
+    async def _plans(self, generator: Generator, told: list[list[Any]]) -> None:
+        """Every half second: when, the plan, requests in progress, and the tokens per second that the model
+        expects of each plan, as it is corrected by what was measured."""
+        began, ways = time.monotonic(), generator.ways
+        while not ways.pinned:
+            await asyncio.sleep(PLANS_S)
+            standing, rounds = ways._standing, ways._rounds
+            count, at = ways.best_effort + len(ways.deterministic), time.monotonic() - began
+            off = {plan: round(x, 3) for plan, x in standing._off.items()}
+            expected = [round(count / x) for x in rounds] if rounds is not None else None
+            told.append([round(at, 1), standing.plan, count, expected, off])
 
     async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
         self.count += 1

@@ -68,8 +68,8 @@ class Load:
 
     @property
     def decode(self) -> Costs:
-        """What is known of the verifier's decoding; of more requests than it ever decoded at once, what the
-        fast path tells, which computes the same model."""
+        """What is known of the verifier's decoding; of more requests than it decoded of late at once, or of
+        fewer, what the fast path tells, which computes the same model."""
         assert self.verifier is not None
         known, fast = self.verifier.decode, self.fast
         measured = self.verifier.decode_steps.times
@@ -80,7 +80,10 @@ class Load:
         most, seconds = measured[-1]
         ratio = seconds / fast.at(most)
         more = tuple((n, s * ratio) for n, s in fast.times if n > most)
-        return replace(self.verifier.decode_steps, times=(*measured, *more))
+        least, seconds = measured[0]
+        ratio = seconds / fast.at(least)
+        fewer = tuple((n, s * ratio) for n, s in fast.times if n < least)
+        return replace(self.verifier.decode_steps, times=(*fewer, *measured, *more))
 
     def window_s(self, rows: float) -> float:
         """Seconds of a verifier's step of so many rows of windows. They share their contexts: at most what so

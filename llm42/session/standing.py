@@ -5,6 +5,7 @@ each time. Pure: times and counts are told."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llm42.session.load import LEAST_LEFT, Plan, Rounds
@@ -12,11 +13,12 @@ from llm42.session.load import LEAST_LEFT, Plan, Rounds
 SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
-RESTED_S = 1.0
-"""Where nothing was in progress for so long, measuring begins anew."""
+RESTED_S, YOUNG_S, FORGOTTEN_S = 1.0, 1.0, 10.0
+"""Where nothing was in progress for so long, measuring begins anew; for so long after it the plan follows what
+comes, as it grows; and what comes after so long is another load."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
-MARGIN, FIRST, CLEARLY = 0.03, 0.1, 0.25
+MARGIN, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.1, 0.15, 0.25
 """Another plan must seem to save so much of a round; so much where a load begins, of which nothing was
 measured, at first beside verify, which measures both sides; and so much to be taken later without that."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
@@ -54,6 +56,10 @@ class Done:
             self.rested_s, self._idle_since = self.rested_s + now - self._idle_since, None
         self.began += 1
         self.share += max(LEARN, 1 / self.began) * (deterministic - self.share)
+
+    def forget(self) -> None:
+        """What the next ones are is another matter."""
+        self.began = 0
 
     def end(self, now: float, left: int) -> None:
         """A request has ended, and so many are left."""
@@ -104,8 +110,12 @@ class Standing:
         self.plan: Plan | None = None
         self.changes = 0
         self._now = Mark()
-        self._mean = 0.0
-        """Requests in progress, of late."""
+        self._mean = self._mean_s = 0.0
+        """Requests in progress, of late, and of how many seconds that is the mean."""
+        self._rested_at = -math.inf
+        """When the load began that goes on without a rest since."""
+        self._began_with = 0
+        """Requests that were in progress when a plan was taken for a load that begins."""
         self._load: tuple[float, float | None] = 0.0, None
         """That, and the share of deterministic ones, when the load was another the last time."""
         self._forget()
@@ -134,23 +144,31 @@ class Standing:
         mark, rested_s, done.rested_s = self._now, done.rested_s, 0.0
         passed_s = max(0.0, now - mark.at - rested_s)
         self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
-        self._mean *= max(0.0, 1.0 - rested_s / MEAN_S)
-        self._mean += (count - self._mean) * min(1.0, passed_s / MEAN_S)
         if rested_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
             self._since, self._from = self._now, None
+            self._mean, self._mean_s, self._rested_at, self._began_with = 0.0, 0.0, now, 0
+        if rested_s >= FORGOTTEN_S:
+            done.forget()
+            self._forget()
+            self._take(None)
+        self._mean_s = min(MEAN_S, self._mean_s + passed_s)
+        self._mean += (count - self._mean) * min(1.0, passed_s / self._mean_s if self._mean_s else 1.0)
         if rounds is None:
             return self.plan
         expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}
         if room:
             expected["moved"] = rounds.moved
         if self.plan is None:
-            self._mean = float(count)
+            self._mean, self._rested_at = float(count), now
         if self.plan not in expected:  # none yet, or there is no room for it any more
-            self._begin(expected, "verify")
+            self._begin(expected, "verify", count)
+            return self.plan
+        if self._now.at - self._rested_at < YOUNG_S and count > NEWS * self._began_with:
+            self._begin(expected, self.plan, count)
             return self.plan
         if self._is_another_load(done):
             self._forget()
-            self._begin(expected, self.plan)
+            self._begin(expected, self.plan, count)
         self._measure(count, expected[self.plan])
         if self._before is not None:
             self._judge(self._before)
@@ -164,9 +182,10 @@ class Standing:
         plan = min(corrected, key=lambda each: corrected[each])
         return plan, 1.0 - corrected[plan] / corrected[present]
 
-    def _begin(self, expected: dict[Plan, float], otherwise: Plan) -> None:
+    def _begin(self, expected: dict[Plan, float], otherwise: Plan, count: int) -> None:
+        self._began_with = count
         plan, saved = self._saved(expected, otherwise)
-        self._take(plan if saved > FIRST else otherwise)
+        self._take(plan if saved > (FIRST_MOVED if plan == "moved" else FIRST) else otherwise)
 
     def _is_another_load(self, done: Done) -> bool:
         count, share = self._load

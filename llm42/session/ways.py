@@ -41,8 +41,8 @@ AFTER = 8
 SHY_S, SHY_MOST_S = 10.0, 160.0
 """For so long no best effort goes to a verifier after some has come back from one with nothing, at first and
 at most."""
-PLAN_S, LEARN = 0.1, 0.1
-"""How often a plan is made, and what one request counts for what is typical."""
+PLAN_S, MANY_MORE = 0.1, 1.5
+"""How often a plan is made, and at once for so many times the requests: a burst comes within less."""
 MEMORY = 1 << 16
 """Committed tokens after which what was learnt of rollbacks counts half."""
 
@@ -97,7 +97,7 @@ class Ways:
         """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
         self._rounds: Rounds | None = None
         """How long a round is in each, as of the last plan."""
-        self._planned_at = 0.0
+        self._planned_at, self._planned_for = 0.0, 0
         self.lengths, self._of_best_effort = Lengths(), Lengths()
         """Of deterministic requests and of the others."""
         self._shy_until = self._shy_s = 0.0
@@ -237,13 +237,13 @@ class Ways:
             self.done.begins,
             self._rounds,
         )
-        if self._plan is not None and time.monotonic() - self._planned_at < PLAN_S:
-            return load
-        return self._planned(load)
+        soon = self._plan is not None and time.monotonic() - self._planned_at < PLAN_S
+        many_more = load.count > MANY_MORE * max(1, self._planned_for)
+        return load if soon and not many_more else self._planned(load)
 
     def _planned(self, load: Load) -> Load:
         """Makes a plan."""
-        self._planned_at, typical = time.monotonic(), self._typical()
+        self._planned_at, self._planned_for, typical = time.monotonic(), load.count, self._typical()
         load = replace(load, rounds=rounds(typical, load))
         self._rounds = load.rounds
         room = has_room_for_all(typical, load)

@@ -18,7 +18,7 @@ from llm42.session.load import LEAST_LEFT, Load, Progress, Rounds, Way
 from llm42.session.policy import HOLD, choose, choose_best_effort, has_room_for_all, settled_window
 from llm42.session.rounds import rounds
 from llm42.session.standing import Done, Lengths, Standing
-from llm42.session.ways import PLAN_S, Acceptance
+from llm42.session.ways import MANY_MORE, PLAN_S, Acceptance
 from llm42.step_times import Costs, Fading, Peak, StepTimes, VerifierLoad
 
 LARGEST, CHUNK = 1024, 2048
@@ -98,6 +98,7 @@ class Cluster:
     plan: Way | None = None
     rounds: Rounds | None = None
     planned_at: float = -1.0
+    planned_for: int = 0
     ended: list[Job] = field(default_factory=list)
     work: list[tuple[float, Callable[[], None]] | None] = field(default_factory=lambda: [None, None])
     """The steps that run, of the engine and of the verifier: the seconds that each still needs of the device,
@@ -152,12 +153,13 @@ class Cluster:
         others = self.lengths[False]
         prompts, kv_each = others.prompt / max(1.0, others.output), others.prompt + others.output
         load = replace(load, prompts=prompts, kv_each=kv_each, begins=self.done.begins)
-        if self.plan is None or self.now - self.planned_at >= PLAN_S:
+        many_more = load.count > MANY_MORE * max(1, self.planned_for)
+        if self.plan is None or self.now - self.planned_at >= PLAN_S or many_more:
             self._plan(load)
         return replace(load, moves=self.moves, plan=self.plan, rounds=self.rounds)
 
     def _plan(self, load: Load) -> None:
-        self.planned_at = self.now
+        self.planned_at, self.planned_for = self.now, load.count
         typical = self._progress(
             Job(True, round(self.lengths[True].prompt), round(self.lengths[True].output)), None
         )
@@ -331,6 +333,18 @@ class Cluster:
                 self._send_due(job)
 
     # ---- time
+
+    def rest(self, seconds: float) -> None:
+        """All clients leave, and for so long nobody comes."""
+        for job in [*self.jobs]:
+            self.jobs.remove(job)
+            job.tries += 1
+            self.done.end(self.now, len(self.jobs))
+        self.queue.clear()
+        self.work[:] = [None, None]
+        self.stats.rest()
+        self.decode_times.worked.end()
+        self.now += seconds
 
     def run(self, until: float, source: Iterator[Job], at_once: int) -> float:
         """Keeps so many requests in progress until then; returns output tokens per second."""

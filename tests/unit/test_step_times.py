@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from llm42 import step_times
 from llm42.engine.vllm.connection import TIMED, Stats
 from llm42.step_times import (
     APART_S,
@@ -14,6 +15,7 @@ from llm42.step_times import (
     KEPT,
     LATE_S,
     OLD_S,
+    RESTED_S,
     SILENT_S,
     SIZES,
     TELL_S,
@@ -323,7 +325,8 @@ def measured_beside_an_idle_one() -> list[float]:
     return [seconds for _, _, seconds, _ in times._sizes[3]]
 
 
-def test_one_that_is_heard_anew_has_not_computed_all_that_at_once() -> None:
+def test_one_that_is_heard_anew_has_not_computed_all_that_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "SETTLES_S", 0.0)
     assert measured_beside_an_idle_one() == [0.01] * 8
 
 
@@ -332,6 +335,7 @@ def test_control_it_would_count_from_its_beginning(monkeypatch: pytest.MonkeyPat
         neighbour._last = 0.0, neighbour._clock(), 0.0, seconds
 
     monkeypatch.setattr(Neighbour, "tell", tell)
+    monkeypatch.setattr(step_times, "SETTLES_S", 0.0)
     assert measured_beside_an_idle_one() == [0.005] * 8
 
 
@@ -376,3 +380,56 @@ def test_more_than_was_ever_decoded_costs_what_rows_do() -> None:
     assert load.decode.at(1) == pytest.approx(0.005)
     assert load.decode.at(64) == pytest.approx(0.006, rel=0.1)
     assert load.decode.at(256) == pytest.approx(0.012, rel=0.1)
+
+
+def after_a_rest() -> tuple[float, float]:
+    """Seconds of a step before a rest; and after it, when others begin on the same device, of whom nothing
+    has been heard yet."""
+    made = Timed()
+    for _ in range(4):
+        made.add(2, 0, 0.005)
+    before = made.costs.at(2)
+    made.clock.now += RESTED_S
+    for _ in range(4):
+        made.add(2, 0, 0.08)
+    return before, made.costs.at(2)
+
+
+def test_the_first_steps_after_a_rest_tell_nothing() -> None:
+    before, after = after_a_rest()
+    assert after == before
+
+
+def test_control_they_would_be_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "SETTLES_S", 0.0)
+    before, after = after_a_rest()
+    assert after > 2 * before
+
+
+def test_few_decoded_rows_beside_a_long_prompt_tell_nothing() -> None:
+    """Twice as long as they should be, since something else went on: of 1 in 1,024 rows that is all noise."""
+    made = Timed()
+    for _ in range(4):
+        made.add(64, 0, 0.010)
+        made.add(64, 900, 0.010 + 900 * 30e-6)
+        made.add(1, 1023, 0.005 + 1023 * 45e-6)
+    assert made.costs.times == ((64.0, pytest.approx(0.010)),)
+
+
+def test_control_they_would_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "MOSTLY", 1.0)
+    made = Timed()
+    for _ in range(4):
+        made.add(64, 0, 0.010)
+        made.add(64, 900, 0.010 + 900 * 30e-6)
+        made.add(1, 1023, 0.005 + 1023 * 45e-6)
+    assert made.costs.times[0][0] == 1.0
+
+
+def test_what_a_row_costs_is_seen_where_there_are_many() -> None:
+    """Steps that differ by a row or two differ by what else goes on."""
+    made, noise = Timed(), Random(0)
+    for n in range(KEPT):
+        made.add(64, n % 3, 0.010 + noise.uniform(0.0, 0.004))
+        made.add(16, 600 * (n % 2), 0.007 + 600 * (n % 2) * 30e-6)
+    assert made.costs.row_s == pytest.approx(30e-6, rel=0.1)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from llm42 import step_times
+from llm42.session import standing
 from llm42.session.load import Load, Progress, Way
 from llm42.session.policy import HOLD, choose
 from llm42.step_times import Costs
@@ -159,3 +161,43 @@ def test_late_counts_are_nobody_elses() -> None:
 
 def test_control_they_would_be_taken_for_others() -> None:
     assert max(after_a_change(knows_peak=False)[1]) > 0
+
+
+# ---- one load after another
+
+LOADS = [(0.5, 256, 256), (1.0, 64, 256), (0.1, 112, 1024), (1.0, 112, 1024), (1.0, 8, 256), (0.02, 256, 256)]
+"""Share, requests at a time, prompt: each wants another way than the one before."""
+BEGINS_S, LOAD_S, REST_S = 6.0, 14.0, 20.0
+
+
+def after_each_other() -> dict[tuple[float, int, int], float]:
+    """Tokens per second of each load, six seconds after it began, over the better pinned way's."""
+    cluster, found = Cluster(movable=True, kv_tokens=280_064), {}
+    cluster.run(3.0, jobs(1.0), 256)
+    for load in LOADS:
+        share, at_once, prompt = load
+        cluster.rest(REST_S)
+        found[load] = _six_seconds_on(cluster, share, at_once, prompt) / max(
+            _six_seconds_on(Cluster(mode=mode), share, at_once, prompt) for mode in ("verify", "direct")
+        )
+    return found
+
+
+def _six_seconds_on(cluster: Cluster, share: float, at_once: int, prompt: int) -> float:
+    began, source = cluster.now, jobs(share, prompt)
+    cluster.run(began + BEGINS_S, source, at_once)
+    return cluster.run(began + LOAD_S, source, at_once)
+
+
+def test_a_load_after_a_rest_finds_its_way_soon() -> None:
+    found = after_each_other()
+    assert min(found.values()) > 0.85, found
+
+
+def test_control_with_the_plan_of_the_load_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "FORGOTTEN_S", math.inf)
+    monkeypatch.setattr(standing, "YOUNG_S", 0.0)
+    monkeypatch.setattr(step_times, "SETTLES_S", 0.0)
+    monkeypatch.setattr(step_times, "MOSTLY", 1.0)
+    found = after_each_other()
+    assert min(found.values()) < 0.8, found

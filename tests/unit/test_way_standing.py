@@ -3,6 +3,7 @@ expects."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from random import Random
 
@@ -163,15 +164,51 @@ def test_a_burst_is_not_measured_from_its_beginning() -> None:
 
 
 def test_who_only_looks_changes_nothing() -> None:
-    """The dashboard asks what is expected also while nobody is there: such a rest counts once."""
-    means = []
+    """The dashboard asks what is expected also while nobody is there."""
+    found = []
     for looks in (False, True):
         replica = Replica(truth(0.05, 0.003), Rounds(0.005, 0.003, 0.02))
         replica.run(10.0)
         replica.rest(5.0, looks)
         replica.run(0.1)
-        means.append(replica.standing._mean)
-    assert means[0] == means[1] == pytest.approx(COUNT / 2, rel=0.05)
+        found.append((replica.standing._mean, replica.standing.plan, replica.standing.changes))
+    assert found[0] == found[1] == (COUNT, "direct", 0)
+
+
+def after_a_rest(seconds: float) -> Plan:
+    """The model was wrong about requests like those before."""
+    replica = Replica(truth(0.010, 0.015), Rounds(0.012, 0.008, 0.02))
+    assert replica.run(100.0) == "verify"
+    replica.rest(seconds)
+    return replica.run(1.0)
+
+
+def test_after_a_long_rest_it_is_another_load() -> None:
+    assert after_a_rest(standing.FORGOTTEN_S) == "direct"
+
+
+def test_control_it_would_go_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest_s = standing.FORGOTTEN_S
+    monkeypatch.setattr(standing, "FORGOTTEN_S", math.inf)
+    assert after_a_rest(rest_s) == "verify"
+
+
+def in_a_burst() -> Plan:
+    """The first one seems to do best in the way in which all that come with it do not."""
+    replica = Replica(truth(0.010, 0.010), Rounds(0.010, 0.012, 0.02), count=1)
+    assert replica.run(0.1) == "verify"
+    replica.count, replica.model = COUNT, Rounds(0.012, 0.010, 0.02)
+    return replica.run(0.5)
+
+
+def test_a_burst_has_a_plan_of_its_own() -> None:
+    assert in_a_burst() == "direct"
+
+
+def test_control_it_would_have_the_plan_of_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "YOUNG_S", 0.0)
+    monkeypatch.setattr(standing, "FEW", 10 * COUNT)
+    assert in_a_burst() == "verify"
 
 
 def test_rest_is_what_nobody_was_there() -> None:
