@@ -21,7 +21,7 @@ class VllmSettings(Section):
     max_num_seqs: PositiveInt = 256
     """Requests decoded together."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens in one step; null: vLLM's default."""
+    """Most tokens in one step; null: what `vllm serve` has on this device."""
     tensor_parallel_size: PositiveInt = 1
     """GPUs of a fast-path replica."""
     enforce_eager: bool = False

@@ -14,8 +14,8 @@ SETTLE_S, MEASURE_S, LONGEST_S = 3.0, 5.0, 60.0
 """Those in progress go over to another plan, and then it is measured: for so long at least, until as many
 have ended as are in progress, and so long at most."""
 RESTED_S, YOUNG_S, FORGOTTEN_S = 1.0, 1.0, 10.0
-"""Where nothing was in progress for so long, measuring begins anew; for so long after it the plan follows what
-comes, as it grows; and what comes after so long is another load."""
+"""Where nothing was in progress for so long, measuring begins anew; for so long after it the plan follows
+what comes, as it grows; and what comes after so long is another load."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
 MARGIN, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.1, 0.15, 0.25

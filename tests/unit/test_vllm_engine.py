@@ -3,12 +3,15 @@ against an adapter that breaks them."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
 from llm42.engine.vllm.engine import VllmEngine
 from llm42.engine.vllm.stream import Stream
 from llm42.protocol import FinishReason, Request
-from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, continuation, request_of
+from tests.unit.fake_vllm import VOCAB, Client, FakeLLM, Make, Scene, continuation, request_of
 
 
 def wrong(client: Client, request: Request, count: int) -> bool:
@@ -206,3 +209,43 @@ def test_a_stream_parks_at_an_end_token_until_a_rollback(make: Make, engine: typ
     scene.roll_back("d", committed, 90)
     scene.steps(4)
     assert client.tokens == [*committed, *continuation([*request.prompt, *committed], 4)]
+
+
+# ---- when it rests
+
+
+class NeverRests(VllmEngine):
+    """Believes what vLLM said last: after an abort that is nothing more."""
+
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+
+
+def works(scene: Scene) -> bool:
+    """Whether time counts as vLLM's."""
+    worked = scene.engine.times.worked
+    before = worked.seconds
+    time.sleep(0.01)
+    return worked.seconds > before
+
+
+def told(scene: Scene) -> None:
+    """vLLM tells of a step that had one request."""
+    assert scene.engine._connection is not None
+    stats = scene.engine._connection.stats
+    stats.running = 1
+    scene.do(lambda: stats.told(1, 0, time.monotonic()))
+
+
+@pytest.mark.parametrize("engine", [VllmEngine, NeverRests])
+def test_who_is_left_by_all_does_not_work(make: Make, engine: type[VllmEngine]) -> None:
+    """Else the verifier on the same device, whose requests these are now, seems to have half of it."""
+    scene = make(None, engine)
+    scene.submit(request_of("d"))
+    scene.steps(3)
+    told(scene)
+    assert works(scene)
+    scene.abort("d")
+    assert works(scene) == (engine is NeverRests)
+    told(scene)  # of the step that was under way
+    assert not works(scene)

@@ -56,6 +56,9 @@ class Stats:
     timed: list[tuple[int, int]] = field(default_factory=list)
     """Decoded tokens and prompts' tokens of the steps since `began`."""
     began: float = 0.0
+    asked: Callable[[], bool] = lambda: True
+    """Whether anything is wanted of vLLM. It tells of steps: not of the end of the last one, if a step was
+    under way as the last request was aborted."""
 
     def step(self, decoded: int, prompts: int, now: float) -> None:
         """A step has ended at `now` (time.monotonic) with so many tokens of either kind. Steps are timed some
@@ -70,6 +73,12 @@ class Stats:
             rows, others = (sum(of_kind) / TIMED for of_kind in zip(*self.timed, strict=True))
             self.times.add(round(rows), others, (now - self.began) / TIMED)
             self.began, self.timed = now, []
+
+    def told(self, decoded: int, prompts: int, now: float) -> None:
+        """As `step`; after the last one vLLM rests."""
+        self.step(decoded, prompts, now)
+        if not self.running or not self.asked():
+            self.rest()
 
     def rest(self) -> None:
         """Nothing runs."""
@@ -172,9 +181,15 @@ def connect(settings: Settings) -> Connection:
 
 def _start(arguments: dict[str, Any], stats: Stats) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[_stat_logger_class(stats)])
+    # what is not set has the value that `vllm serve` gives it on this device: prompts of more tokens a step
+    return AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments),
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        stat_loggers=[_stat_logger_class(stats)],
+    )
 
 
 def _facts(config: Any, version: str) -> dict[str, Any]:
@@ -255,9 +270,7 @@ def _stat_logger_class(stats: Stats) -> Any:
             if iteration_stats is not None:
                 kinds = getattr(iteration_stats, "prompt_token_stats", None)
                 prompts = getattr(kinds, "computed", iteration_stats.num_prompt_tokens)  # or cached, too
-                stats.step(iteration_stats.num_generation_tokens, prompts, time.monotonic())
-                if not stats.running:
-                    stats.rest()
+                stats.told(iteration_stats.num_generation_tokens, prompts, time.monotonic())
                 stats.preemptions += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None:

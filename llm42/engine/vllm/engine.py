@@ -164,6 +164,7 @@ class VllmEngine:
                 self._closed = True
             ready.set_exception(error)
             return
+        connection.stats.asked = lambda: bool(self._tasks)
         ready.set_result(None)
         watch = self._loop.create_task(self._watch(self.settings.vllm.stall_s))
         await self._end.wait()
@@ -234,7 +235,12 @@ class VllmEngine:
         stream.attempts += 1
         attempt.task = task = self._loop.create_task(self._carry(stream, attempt))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._carried)
+
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks and self._connection is not None:
+            self._connection.stats.rest()
 
     async def _carry(self, stream: Stream, attempt: Attempt) -> None:
         """One attempt from submission to its end."""
