@@ -1,4 +1,4 @@
-"""Run by test_cluster.py in a process of its own: a Ray cluster of several nodes, as people start one by hand.
+"""Run by test_cluster.py in a process of its own: a Ray cluster of several nodes, started by hand.
 
     python -m tests.cluster.parts MODEL_DIRECTORY
 
@@ -19,7 +19,6 @@ from llm42_serve.launch import prepare_environment
 
 prepare_environment()
 
-import httpx  # noqa: E402
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.exceptions import RayError  # noqa: E402
@@ -104,8 +103,8 @@ async def verifier_nodes(app: App) -> dict[str, str]:
 
 
 async def without_a_verifiers_node(nodes: Nodes, lab: Lab, workers: list[Node]) -> dict[str, Any]:
-    """Two applications in one cluster, deployed together. The ingress of the one is where fast paths are, that
-    of the other is on the verifiers' node, which there is not yet."""
+    """Two applications in one cluster, deployed together. The ingress of the one is where fast paths are,
+    that of the other is on the verifiers' node, which there is not yet."""
     early = tree(lab)
     held = tree(lab, ingress_resources={ELSEWHERE: 1})
     held["engine"]["resources"] = {}
@@ -172,10 +171,8 @@ async def remove(app: App) -> None:
     """Deletes the application, and its verifiers at once: the next ones need their places."""
     await asyncio.to_thread(serve.delete, app.name)
     numbers = existing_verifiers(app.settings, app.identity)
-    for name in [
-        supervisor_name(app.settings, app.identity),
-        *(app.verifier_names(n + 1)[-1] for n in numbers),
-    ]:
+    names = [app.verifier_names(number + 1)[-1] for number in numbers]
+    for name in [supervisor_name(app.settings, app.identity), *names]:
         with suppress(ValueError):
             ray.kill(get_actor(name), no_restart=True)
 

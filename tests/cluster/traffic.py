@@ -52,9 +52,9 @@ class Traffic:
                 await asyncio.sleep(AGAIN_S)
 
     def seen(self) -> dict[str, dict[str, int]]:
-        """What clients saw, by class: streams that ended, those of them that were continued elsewhere, refused
-        ones by status, and those that an error or a cut ended. `wrong`: a deterministic client has a token or a
-        logprob that is not the oracle's."""
+        """What clients saw, by class: streams that ended, those of them that were continued elsewhere,
+        refused ones by status, and those that an error or a cut ended. `wrong`: a deterministic client has a
+        token or a logprob that is not the oracle's."""
         found: dict[str, Counter[str]] = {"deterministic": Counter(), "best effort": Counter()}
         for request, got in self.found:
             count = found["deterministic" if request.deterministic else "best effort"]
