@@ -104,6 +104,8 @@ class Nodes:
 
     def start_head(self) -> Node:
         """The head, with room for Serve's controller only."""
+        # Ray would take the workers of this machine, which name the same address, for a head that runs
+        (self.directory / "ray" / "ray_current_cluster").unlink(missing_ok=True)
         self.head = self._start(
             ["--head", f"--port={self.port}", f"--dashboard-port={self.dashboard}", "--num-cpus=0"],
             ["--include-dashboard=true", "--dashboard-host=127.0.0.1", "--num-gpus=0"],
@@ -135,11 +137,12 @@ class Nodes:
         self._nodes.append(node)
         return node
 
-    def deploy(self, applications: list[dict[str, Any]]) -> str:
-        """`serve deploy` of a file such as serve_config.yaml, with these applications; what it prints."""
+    def deploy(self, applications: list[dict[str, Any]], proxies: str = "HeadOnly") -> str:
+        """`serve deploy` of a file such as serve_config.yaml, with these applications; what it prints.
+        proxies: EveryNode: all listen on the same port of this machine, and the kernel chooses."""
         file = self.directory / "serve_config.yaml"
         options = {"host": "127.0.0.1", "port": self.http}
-        tree = {"proxy_location": "HeadOnly", "http_options": options, "applications": applications}
+        tree = {"proxy_location": proxies, "http_options": options, "applications": applications}
         file.write_text(yaml.safe_dump(tree))
         done = subprocess.run(
             [str(BIN / "serve"), "deploy", str(file)],
