@@ -48,12 +48,15 @@ class Story:
         self.settings: dict[str, Any] = {}
         self.workers: list[Node] = []
         self.app: App | None = None
+        self.mode = "verify"
+        """session.mode"""
 
     async def begin(self, workers: int, proxies: str = "HeadOnly", **server: Any) -> App:
         """So many nodes, one of each role on each, and the application; returns once it is deterministic."""
         self.workers += [self.nodes.start_worker(*RESOURCES, gpus=1) for _ in range(workers)]
         self.connect()
         self.settings = tree(self.lab, **server)
+        self.settings["session"]["mode"] = self.mode
         self.nodes.deploy([application(NAME, self.settings)], proxies)
         self.app = app_of(self.nodes, NAME, self.settings)
         await until(lambda: state_of(NAME) == "RUNNING", "it runs")
@@ -88,11 +91,21 @@ async def worker_lost(story: Story) -> dict[str, Any]:
     return traffic.seen()
 
 
-async def worker_drained(story: Story, mode: str = "verify") -> dict[str, Any]:
+async def worker_drained(story: Story) -> dict[str, Any]:
     """a worker drained (SIGTERM for `ray start --block`) with the only verifier, room elsewhere"""
+    return await _drained(story)
+
+
+async def worker_drained_direct(story: Story) -> dict[str, Any]:
+    """the same with streams of 600 tokens that the verifier decodes by itself"""
+    story.mode = "direct"
+    return await _drained(story, tokens=600)
+
+
+async def _drained(story: Story, **streams: int) -> dict[str, Any]:
     app = await story.begin(3, fastpath_replicas=2, ingress_replicas=2)
     leaving = await story.verifiers_node()
-    async with Traffic(app, story.lab) as traffic:
+    async with Traffic(app, story.lab, **streams) as traffic:
         await traffic.answered()
         leaving.terminate()
         took = await asyncio.to_thread(leaving.wait_ended, 400.0)
@@ -234,6 +247,7 @@ PARTS: dict[str, Callable[[Story], Awaitable[dict[str, Any]]]] = {
     for f in (
         worker_lost,
         worker_drained,
+        worker_drained_direct,
         settings_changed,
         release_changed,
         scaled_by_load,

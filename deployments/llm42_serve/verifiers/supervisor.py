@@ -358,7 +358,7 @@ class Supervisor:
         states = Counter(status.state if status else "unreachable" for status in published)
         for state in m.STATE.values:
             self._metrics.set(m.VERIFIERS, states[state], state=state)
-        self._metrics.set(m.VERIFIERS_WANTED, len(published))
+        self._metrics.set(m.VERIFIERS_WANTED, self._scaler.wanted)
 
 
 def _found(name: str) -> Any:
