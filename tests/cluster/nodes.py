@@ -131,7 +131,12 @@ class Nodes:
             command.append(f"--temp-dir={self.directory}/ray")
         with log.open("wb") as out:
             process = subprocess.Popen(
-                command, env=self._env | env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=self._env | env,
+                cwd=self.directory,  # Ray's workers import from there first: there shall be nothing
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         node = Node(name, process, log)
         self._nodes.append(node)
@@ -147,6 +152,7 @@ class Nodes:
         done = subprocess.run(
             [str(BIN / "serve"), "deploy", str(file)],
             env=self._env,
+            cwd=self.directory,
             capture_output=True,
             text=True,
             timeout=START_S,

@@ -126,7 +126,7 @@ async def release_changed(story: Story) -> dict[str, Any]:
         away = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, release / folder, ignore=away)
     with (release / "llm42" / "errors.py").open("a") as file:
-        file.write("# The next release.\n")
+        file.write("NEXT_RELEASE = True\n")
     paths = os.pathsep.join(str(release / folder) for folder in ("", "kernels", "deployments"))
     environment = {"PYTHONPATH": f"{paths}{os.pathsep}{ROOT}"}
     return await _updated(story, {}, {"runtime_env": {"env_vars": environment}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from typing import Any, Self
 
@@ -77,5 +78,13 @@ def _end(got: Outcome) -> str:
     if got.finish:
         return "ended"
     if got.status != 200:
-        return f"refused: {got.status}"
+        return f"refused: {got.status} {_kind(got.error)}".rstrip()
     return "error event" if got.error else "cut"
+
+
+def _kind(text: str) -> str:
+    """What an error object says of itself, in a word."""
+    try:
+        return str(json.loads(text)["error"]["type"])
+    except (ValueError, KeyError, TypeError):
+        return ""
