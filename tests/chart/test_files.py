@@ -107,9 +107,6 @@ def test_python_is_not_linked_because_a_link_is_not_the_environments(tmp_path: P
         capture_output=True,
         text=True,
         check=True,
-        capture_output=True,
-        text=True,
-        check=True,
     )
     assert Path(done.stdout.strip()) != Path(sys.prefix)
 
