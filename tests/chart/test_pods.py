@@ -86,6 +86,15 @@ fastPath:
     assert groups[0]["rayStartParams"]["object-store-memory"] == "2"
 
 
+def test_vllms_sampler_that_needs_nvcc_is_off_and_can_be_switched_on() -> None:
+    for values, expected in (
+        ("", "0"),
+        ('fastPath: {env: [{name: VLLM_USE_FLASHINFER_SAMPLER, value: "1"}]}', "1"),
+    ):
+        env = container(helm.pod_templates(helm.render(values=values))["fast-path"])["env"]
+        assert {e["name"]: e.get("value") for e in env}["VLLM_USE_FLASHINFER_SAMPLER"] == expected
+
+
 def test_spread_uses_the_groups_own_labels_unless_told_otherwise() -> None:
     for component, template in helm.pod_templates(helm.render(PLUS_ONE)).items():
         (spread,) = template["spec"]["topologySpreadConstraints"]

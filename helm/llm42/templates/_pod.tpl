@@ -136,6 +136,7 @@ Statistics that are switched off make Ray report just that: to nobody.
   "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" "0"
   "HOME" "/home/llm42"
   "HF_HUB_OFFLINE" "1"
+  "VLLM_USE_FLASHINFER_SAMPLER" "0"
   "TRITON_CACHE_DIR" "/var/cache/llm42/triton"
   "TORCHINDUCTOR_CACHE_DIR" "/var/cache/llm42/inductor"
   "VLLM_CACHE_ROOT" "/var/cache/llm42/vllm" -}}
