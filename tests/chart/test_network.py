@@ -79,7 +79,7 @@ def test_nobody_else_reaches_rays_and_haproxys_ports(locked: tuple[helm.Manifest
         ("clients", "head", set()),
         ("prometheus", "fast-path", {8080, 9101, 44217, 44227}),
         ("prometheus", "head", {8080, 9101, 44217, 44227}),
-        ("operator", "head", {8000, 8265}),
+        ("operator", "head", {8265}),
         ("operator", "fast-path", set()),
         (None, "fast-path", set()),
     ],

@@ -37,16 +37,6 @@ def test_workers_are_ready_when_the_script_says_so() -> None:
         assert helm.serve_config(rendered)["http_options"]["port"] == 8123
 
 
-def test_pods_drain_as_long_as_serve_does() -> None:
-    from llm42.config import Settings
-
-    for values, seconds in (("", Settings().server.drain_s), ("config: {server: {drain_s: 7.5}}", 7.5)):
-        for template in helm.pod_templates(helm.render(values=values)).values():
-            slept = int(container(template)["lifecycle"]["preStop"]["exec"]["command"][1])
-            assert seconds <= slept < seconds + 1
-            assert template["spec"]["terminationGracePeriodSeconds"] > slept
-
-
 def test_common_and_role_are_joined() -> None:
     values = """
 common:
@@ -243,7 +233,10 @@ def test_other_settings_are_updated_in_place(values: str) -> None:
 
 
 def test_incremental_upgrades() -> None:
-    values = "upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: istio}}"
+    values = """
+upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: istio}}
+fastPath: {autoscaling: {enabled: true, maxReplicas: 1}}
+"""
     strategy = helm.service(helm.render(values=values))["upgradeStrategy"]
     assert strategy["clusterUpgradeOptions"]["gatewayClassName"] == "istio"
     assert helm.service(helm.render())["upgradeStrategy"] == {"type": "NewCluster"}

@@ -32,6 +32,9 @@ COLOCATED, PLUS_ONE, MULTI, LOCKED, CANONICAL = (
         ("common: {env: [{name: A, value: 1}]}", "/common/env/0/value", "got number, want string"),
         ("podDisruptionBudget: {fastPath: {minAvailable: 50%}}", "/podDisruptionBudget", "null or integer"),
         ("upgrade: {strategy: Recreate}", "/upgrade/strategy", "'NewCluster'"),
+        ("upgrade: {incremental: {intervalSeconds: 0}}", "/upgrade/incremental/intervalSeconds", "minimum"),
+        ("layout: dense", "/layout", "'canonical'"),
+        ("common: {preStop: {exec: {}, sleep: {}}}", "/common/preStop", "maxProperties"),
         ("readiness: {require: maybe}", "/readiness/require", "'certified', 'serving'"),
         ("cache: {volume: {emptyDir: {}, hostPath: {path: /x}}}", "/cache/volume", "maxProperties"),
         ("serve: {deployments: [{name: Verifier}]}", "/serve/deployments/0/name", "'Ingress', 'FastPath'"),
@@ -76,6 +79,17 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (None, REVISION, "a branch can move"),
         (None, "gcsFaultTolerance: {enabled: true}", "gcsFaultTolerance.redis.address"),
         (None, "upgrade: {strategy: NewClusterWithIncrementalUpgrade}", "gatewayClassName"),
+        (
+            None,
+            "upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: x}}",
+            "refuses it without Ray's autoscaler",
+        ),
+        (None, "upgrade: {incremental: {stepSizePercent: 50, maxSurgePercent: 40}}", "above maxSurgePercent"),
+        (None, "verifier: {ingress: true}", "verifier.ingress is of dedicated verifiers"),
+        (None, "{layout: canonical, config: {engine: {kind: torch}}}", "leave one of the two out"),
+        (COLOCATED, "fastPath: {gpu: {count: 8}}", "the rest would be idle"),
+        (PLUS_ONE, "fastPath: {gpu: {count: 2}}", "the rest would be idle"),
+        (PLUS_ONE, "verifier: {gpu: {count: 2}}", "verifier.gpu.count is 2"),
         (None, "ingress: {enabled: true}", "ingress.host"),
         (None, "httpRoute: {enabled: true}", "name the Gateway"),
         (
@@ -98,7 +112,8 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (LOCKED, "networkPolicy: {egress: {redis: []}}", "say where Redis is"),
         (
             LOCKED,
-            "upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: x}}",
+            "{upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: x}},"
+            " fastPath: {autoscaling: {enabled: true}}}",
             "disable ingress and httpRoute",
         ),
     ],

@@ -6,11 +6,13 @@ Without entries a template is rendered as it is.
 {{- define "llm42.each" -}}
 {{- $root := .root -}}
 {{- if not $root.Values.models -}}
+{{- include "llm42.layout" $root.Values -}}
 {{- include .template $root -}}
 {{- else -}}
 {{- include "llm42.validateModels" $root -}}
 {{- range $name, $own := $root.Values.models -}}
 {{- $values := mustMergeOverwrite (deepCopy (omit $root.Values "models")) (deepCopy $own) -}}
+{{- include "llm42.layout" $values -}}
 {{- $release := merge (dict "Name" (printf "%s-%s" $root.Release.Name $name)) $root.Release -}}
 {{- $all := dict "Values" $values "Release" $release "Chart" $root.Chart "Files" $root.Files "Capabilities" $root.Capabilities "Template" $root.Template -}}
 {{- with include $.template $all | trim }}

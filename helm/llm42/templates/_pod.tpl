@@ -3,8 +3,12 @@
 {{/* `common` and one role's values: maps merged, the role winning; lists joined. */}}
 {{- define "llm42.role" -}}
 {{- $role := mustMergeOverwrite (deepCopy .root.Values.common) (deepCopy .values) -}}
-{{- range list "tolerations" "topologySpreadConstraints" "env" "envFrom" "volumes" "volumeMounts" "initContainers" "sidecars" -}}
+{{- range list "tolerations" "topologySpreadConstraints" "hostAliases" "env" "envFrom" "volumes" "volumeMounts" "initContainers" "sidecars" -}}
 {{- $_ := set $role . (concat (get $.root.Values.common .) (default list (get $.values .))) -}}
+{{- end -}}
+{{- /* a handler, a probe: one of them, not the keys of both */ -}}
+{{- range $key := list "preStop" "livenessProbe" "dnsConfig" -}}
+{{- with get $.values $key -}}{{- $_ := set $role $key . -}}{{- end -}}
 {{- end -}}
 {{- toYaml $role -}}
 {{- end -}}
@@ -16,17 +20,16 @@ metadata:
   labels:
     {{- include "llm42.podLabels" . | nindent 4 }}
     {{- with .role.labels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- if or .role.annotations $v.upgrade.newClusterOnFingerprintChange }}
   annotations:
+    llm42/cluster-inputs: {{ include "llm42.clusterInputs" . | quote }}
     {{- if $v.upgrade.newClusterOnFingerprintChange }}
     llm42/fingerprint-inputs: {{ include "llm42.fingerprintInputs" .root | quote }}
     {{- end }}
     {{- with .role.annotations }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- end }}
 spec:
   serviceAccountName: {{ include "llm42.serviceAccountName" .root }}
   automountServiceAccountToken: {{ and $head (eq (include "llm42.scales" .root) "true") }}
-  terminationGracePeriodSeconds: {{ add (include "llm42.drainSeconds" .root) 30 }}
+  terminationGracePeriodSeconds: {{ include "llm42.graceSeconds" . }}
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -50,9 +53,42 @@ spec:
     {{- include "llm42.volumes" . | nindent 4 }}
 {{- end -}}
 
+{{/*
+What KubeRay does not look at when it decides on a new cluster: tolerations, and numbers of pods. As an annotation of the pods it
+does. An empty list hashes like none, so that a release without tolerations is no other one.
+*/}}
+{{- define "llm42.clusterInputs" -}}
+{{- $inputs := dict "tolerations" (default list .role.tolerations) -}}
+{{- if .root.Values.upgrade.newClusterOnScale -}}
+{{- $sizes := list (include "llm42.range" .root.Values.fastPath) -}}
+{{- if .root.Values.verifier.dedicated -}}{{- $sizes = append $sizes (include "llm42.range" .root.Values.verifier) -}}{{- end -}}
+{{- $_ := set $inputs "sizes" $sizes -}}
+{{- end -}}
+{{- toJson $inputs | sha256sum | trunc 16 -}}
+{{- end -}}
+
+{{/*
+The end of a pod. Workers wait until endpoints know, then Ray drains its node for as long as Serve waits for streams
+(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S), which the head must outlive: where a whole cluster goes, it decides where replicas go.
+*/}}
+{{- define "llm42.preStopSeconds" -}}
+{{- ternary (add 30 (int (include "llm42.drainSeconds" .root))) 10 (eq .component "head") -}}
+{{- end -}}
+
+{{- define "llm42.graceSeconds" -}}
+{{- $own := .role.terminationGracePeriodSeconds -}}
+{{- $most := add 10 (int (include "llm42.drainSeconds" .root)) (ternary 60 30 (eq .component "head")) -}}
+{{- ternary $most $own (kindIs "invalid" $own) | int -}}
+{{- end -}}
+
 {{- define "llm42.placement" -}}
-{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
-{{- with get $.role $key }}
+{{- $role := deepCopy .role -}}
+{{- if and .role.hostNetwork (not .role.dnsPolicy) -}}{{- $_ := set $role "dnsPolicy" "ClusterFirstWithHostNet" -}}{{- end -}}
+{{- if .role.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsPolicy" "dnsConfig" "hostAliases" }}
+{{- with get $role $key }}
 {{ $key }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
@@ -98,8 +134,16 @@ volumeMounts:
   {{- with .role.volumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
 lifecycle:
   preStop:
+    {{- with .role.preStop }}
+    {{- toYaml . | nindent 4 }}
+    {{- else }}
     exec:
-      command: [sleep, {{ include "llm42.drainSeconds" .root | quote }}]
+      command: [sleep, {{ include "llm42.preStopSeconds" . | quote }}]
+    {{- end }}
+{{- with .role.livenessProbe }}
+livenessProbe:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- if not $head }}
 readinessProbe:
   exec:
@@ -108,7 +152,7 @@ readinessProbe:
       - /opt/llm42/scripts/readiness.py
       - --port={{ $v.serve.port }}
       - --require={{ $v.readiness.require }}
-  initialDelaySeconds: 10
+  initialDelaySeconds: {{ $v.readiness.initialDelaySeconds }}
   periodSeconds: {{ $v.readiness.periodSeconds }}
   timeoutSeconds: {{ $v.readiness.timeoutSeconds }}
   failureThreshold: {{ $v.readiness.failureThreshold }}
@@ -124,7 +168,11 @@ Statistics that are switched off make Ray report just that: to nobody.
 */}}
 {{- define "llm42.env" -}}
 {{- $proxy := ternary "1" "0" .root.Values.serve.haProxy.enabled -}}
+{{- $cache := "/var/cache/llm42" -}}
 {{- $defaults := dict
+  "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (ternary "0" (include "llm42.drainSeconds" .root) (eq .component "head"))
+  "RAY_ROTATION_MAX_BYTES" "104857600"
+  "RAY_ROTATION_BACKUP_COUNT" "3"
   "RAY_USAGE_STATS_ENABLED" "0"
   "RAY_USAGE_STATS_REPORT_URL" "http://127.0.0.1:9/"
   "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
@@ -137,9 +185,13 @@ Statistics that are switched off make Ray report just that: to nobody.
   "HOME" "/home/llm42"
   "HF_HUB_OFFLINE" "1"
   "VLLM_USE_FLASHINFER_SAMPLER" "0"
-  "TRITON_CACHE_DIR" "/var/cache/llm42/triton"
-  "TORCHINDUCTOR_CACHE_DIR" "/var/cache/llm42/inductor"
-  "VLLM_CACHE_ROOT" "/var/cache/llm42/vllm" -}}
+  "TRITON_CACHE_DIR" (printf "%s/triton" $cache)
+  "TORCHINDUCTOR_CACHE_DIR" (printf "%s/inductor" $cache)
+  "FLASHINFER_WORKSPACE_BASE" (printf "%s/flashinfer" $cache)
+  "CUDA_CACHE_PATH" (printf "%s/cuda" $cache)
+  "VLLM_CACHE_ROOT" (printf "%s/vllm" $cache) -}}
+{{- /* the image asks for all; where nvidia's is the node's runtime, the head would see and count GPUs that are not its own */ -}}
+{{- if eq .component "head" -}}{{- $_ := set $defaults "NVIDIA_VISIBLE_DEVICES" "void" -}}{{- end -}}
 {{- $env := dict -}}
 {{- range $name, $value := $defaults -}}
 {{- $_ := set $env $name (dict "name" $name "value" $value) -}}
@@ -191,8 +243,8 @@ Statistics that are switched off make Ray report just that: to nobody.
 {{- define "llm42.volumes" -}}
 {{- $v := .root.Values -}}
 {{- $head := eq .component "head" -}}
-- {name: tmp, emptyDir: {}}
-- {name: home, emptyDir: {}}
+- {name: tmp, emptyDir: {{ toJson $v.scratch.tmp }}}
+- {name: home, emptyDir: {{ toJson $v.scratch.home }}}
 - name: cache
   {{- toYaml (ternary (dict "emptyDir" dict) (default (dict "emptyDir" dict) $v.cache.volume) $head) | nindent 2 }}
 - name: scripts
