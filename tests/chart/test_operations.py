@@ -80,7 +80,7 @@ def test_workers_drain_before_they_are_killed_and_the_head_stays(values: str, dr
     for component in ("fast-path", "verifier"):
         slept, drain, grace = ends[component]
         assert slept == 10, "endpoints have heard, and no more: Serve does not know yet"
-        assert drain_s <= drain < drain_s + 1
+        assert drain_s + 30 <= drain < drain_s + 31
         assert grace >= slept + drain + 30
     slept, drain, grace = ends["head"]
     assert slept > sum(ends["fast-path"][:2])

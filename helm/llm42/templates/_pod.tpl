@@ -68,16 +68,21 @@ does. An empty list hashes like none, so that a release without tolerations is n
 {{- end -}}
 
 {{/*
-The end of a pod. Workers wait until endpoints know, then Ray drains its node for as long as Serve waits for streams
-(RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S), which the head must outlive: where a whole cluster goes, it decides where replicas go.
+The end of a pod. A worker waits until endpoints know; then Ray drains its node (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S) for as long
+as Serve waits for streams, and half a minute more in which successors may start. It ends before that when nothing is left on it.
+The head outlives the workers: where all go at once, it is still Serve that ends the replicas.
 */}}
 {{- define "llm42.preStopSeconds" -}}
-{{- ternary (add 30 (int (include "llm42.drainSeconds" .root))) 10 (eq .component "head") -}}
+{{- ternary (add 20 (int (include "llm42.nodeDrainSeconds" .root))) 10 (eq .component "head") -}}
+{{- end -}}
+
+{{- define "llm42.nodeDrainSeconds" -}}
+{{- add 30 (int (include "llm42.drainSeconds" .)) -}}
 {{- end -}}
 
 {{- define "llm42.graceSeconds" -}}
 {{- $own := .role.terminationGracePeriodSeconds -}}
-{{- $most := add 10 (int (include "llm42.drainSeconds" .root)) (ternary 60 30 (eq .component "head")) -}}
+{{- $most := add 10 (int (include "llm42.nodeDrainSeconds" .root)) (ternary 40 30 (eq .component "head")) -}}
 {{- ternary $most $own (kindIs "invalid" $own) | int -}}
 {{- end -}}
 
@@ -170,7 +175,7 @@ Statistics that are switched off make Ray report just that: to nobody.
 {{- $proxy := ternary "1" "0" .root.Values.serve.haProxy.enabled -}}
 {{- $cache := "/var/cache/llm42" -}}
 {{- $defaults := dict
-  "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (ternary "0" (include "llm42.drainSeconds" .root) (eq .component "head"))
+  "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (ternary "0" (include "llm42.nodeDrainSeconds" .root) (eq .component "head"))
   "RAY_ROTATION_MAX_BYTES" "104857600"
   "RAY_ROTATION_BACKUP_COUNT" "3"
   "RAY_USAGE_STATS_ENABLED" "0"
