@@ -144,7 +144,7 @@ def test_the_model_comes_from_a_claim_or_the_node() -> None:
 
 
 def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
-    rendered = helm.render(PLUS_ONE)
+    rendered = helm.render(PLUS_ONE, values="model: {huggingface: {job: {enabled: false}}}")
     args = helm.serve_config(rendered)["applications"][0]["args"]
     templates = helm.pod_templates(rendered)
     assert "initContainers" not in templates["head"]["spec"]
@@ -159,7 +159,8 @@ def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
 
 
 def test_security_contexts_reach_every_container() -> None:
-    scaled = helm.render(LOCKED, values="fastPath: {autoscaling: {enabled: true}}")
+    api = "networkPolicy: {egress: {kubernetesApi: [{ipBlock: {cidr: 10.1.0.1/32}}]}}"
+    scaled = helm.render(LOCKED, values=f"fastPath: {{autoscaling: {{enabled: true}}}}\n{api}")
     autoscaler = helm.service(scaled)["rayClusterConfig"]["autoscalerOptions"]
     contexts = [autoscaler["securityContext"]]
     for template in helm.pod_templates(scaled).values():
@@ -168,11 +169,14 @@ def test_security_contexts_reach_every_container() -> None:
         contexts += [c["securityContext"] for c in template["spec"]["containers"]]
         written = {m["mountPath"] for m in container(template)["volumeMounts"] if not m.get("readOnly")}
         assert {"/tmp", "/home/llm42", "/var/cache/llm42"} <= written, "where a read-only root needs room"
+    read_only = "containerSecurityContext: {readOnlyRootFilesystem: true}"
     contexts += [
         c["securityContext"]
-        for t in helm.pod_templates(helm.render(PLUS_ONE, values=LOCKED.read_text())).values()
+        for t in helm.pod_templates(helm.render(PLUS_ONE, values=read_only)).values()
         for c in t["spec"].get("initContainers", [])
     ]
+    job = helm.one(helm.render(PLUS_ONE, values=read_only), "Job")["spec"]["template"]["spec"]
+    contexts += [c["securityContext"] for c in job["containers"]]
     assert len(contexts) > 3
     for context in contexts:
         assert context["readOnlyRootFilesystem"] is True
