@@ -97,8 +97,15 @@ def test_vllms_sampler_that_needs_nvcc_is_off_and_can_be_switched_on() -> None:
 
 def test_spread_uses_the_groups_own_labels_unless_told_otherwise() -> None:
     for component, template in helm.pod_templates(helm.render(PLUS_ONE)).items():
-        (spread,) = template["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"] == SELECTOR | {"app.kubernetes.io/component": component}
+        zone, host = template["spec"]["topologySpreadConstraints"]
+        assert [zone["topologyKey"], host["topologyKey"]] == [
+            "topology.kubernetes.io/zone",
+            "kubernetes.io/hostname",
+        ]
+        for spread in (zone, host):
+            assert spread["labelSelector"]["matchLabels"] == SELECTOR | {
+                "app.kubernetes.io/component": component
+            }
     own = (
         "common: {topologySpreadConstraints: [{maxSkew: 1, topologyKey: z, whenUnsatisfiable: DoNotSchedule,"
     )

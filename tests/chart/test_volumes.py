@@ -22,7 +22,9 @@ def volume(template: dict[str, Any], name: str) -> dict[str, Any]:
 
 def fetching(values: str = "") -> dict[str, Any]:
     """The init container that downloads."""
-    templates = helm.pod_templates(helm.render(PLUS_ONE, values=f"{ALONE}\n{values}"))
+    told = yaml.safe_load(values) or {}
+    told.setdefault("model", {}).setdefault("huggingface", {})["job"] = {"enabled": False}
+    templates = helm.pod_templates(helm.render(PLUS_ONE, values=yaml.safe_dump(told)))
     (found,) = templates["fast-path"]["spec"]["initContainers"]
     assert found["name"] == "fetch-model"
     return dict(found)
