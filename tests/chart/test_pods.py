@@ -87,8 +87,15 @@ def test_vllms_sampler_that_needs_nvcc_is_off_and_can_be_switched_on() -> None:
 
 def test_spread_uses_the_groups_own_labels_unless_told_otherwise() -> None:
     for component, template in helm.pod_templates(helm.render(PLUS_ONE)).items():
-        (spread,) = template["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"] == SELECTOR | {"app.kubernetes.io/component": component}
+        zone, host = template["spec"]["topologySpreadConstraints"]
+        assert [zone["topologyKey"], host["topologyKey"]] == [
+            "topology.kubernetes.io/zone",
+            "kubernetes.io/hostname",
+        ]
+        for spread in (zone, host):
+            assert spread["labelSelector"]["matchLabels"] == SELECTOR | {
+                "app.kubernetes.io/component": component
+            }
     own = (
         "common: {topologySpreadConstraints: [{maxSkew: 1, topologyKey: z, whenUnsatisfiable: DoNotSchedule,"
     )
@@ -134,7 +141,7 @@ def test_the_model_comes_from_a_claim_or_the_node() -> None:
 
 
 def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
-    rendered = helm.render(PLUS_ONE)
+    rendered = helm.render(PLUS_ONE, values="model: {huggingface: {job: {enabled: false}}}")
     args = helm.serve_config(rendered)["applications"][0]["args"]
     templates = helm.pod_templates(rendered)
     assert "initContainers" not in templates["head"]["spec"]
@@ -149,7 +156,8 @@ def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
 
 
 def test_security_contexts_reach_every_container() -> None:
-    scaled = helm.render(LOCKED, values="fastPath: {autoscaling: {enabled: true}}")
+    api = "networkPolicy: {egress: {kubernetesApi: [{ipBlock: {cidr: 10.1.0.1/32}}]}}"
+    scaled = helm.render(LOCKED, values=f"fastPath: {{autoscaling: {{enabled: true}}}}\n{api}")
     autoscaler = helm.service(scaled)["rayClusterConfig"]["autoscalerOptions"]
     contexts = [autoscaler["securityContext"]]
     for template in helm.pod_templates(scaled).values():
@@ -158,11 +166,14 @@ def test_security_contexts_reach_every_container() -> None:
         contexts += [c["securityContext"] for c in template["spec"]["containers"]]
         written = {m["mountPath"] for m in container(template)["volumeMounts"] if not m.get("readOnly")}
         assert {"/tmp", "/home/llm42", "/var/cache/llm42"} <= written, "where a read-only root needs room"
+    read_only = "containerSecurityContext: {readOnlyRootFilesystem: true}"
     contexts += [
         c["securityContext"]
-        for t in helm.pod_templates(helm.render(PLUS_ONE, values=LOCKED.read_text())).values()
+        for t in helm.pod_templates(helm.render(PLUS_ONE, values=read_only)).values()
         for c in t["spec"].get("initContainers", [])
     ]
+    job = helm.one(helm.render(PLUS_ONE, values=read_only), "Job")["spec"]["template"]["spec"]
+    contexts += [c["securityContext"] for c in job["containers"]]
     assert len(contexts) > 3
     for context in contexts:
         assert context["readOnlyRootFilesystem"] is True

@@ -109,6 +109,12 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (MULTI, "config: {engine: {kind: torch}}", "only vLLM spans nodes"),
         (MULTI, "fastPath: {gpu: {count: 2}}", "fastPath.hosts x fastPath.gpu.count is 4"),
         (MULTI, "verifier: {dedicated: false}", "a GPU of its own"),
+        (MULTI, "fastPath: {replicas: 2}", "with more than one replica"),
+        (MULTI, "fastPath: {autoscaling: {enabled: true}}", "with more than one replica"),
+        (None, "cache: {volume: {emptyDir: {}}, claim: {create: true}}", "leave one of them"),
+        (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
+        (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
+        (PLUS_ONE, "serviceMonitor: {enabled: true}", "each series would come twice"),
         (LOCKED, "networkPolicy: {egress: {redis: []}}", "say where Redis is"),
         (
             LOCKED,

@@ -67,7 +67,7 @@ applications:
 {{/* A hash over what a fingerprint may depend on, as far as the chart knows it. */}}
 {{- define "llm42.fingerprintInputs" -}}
 {{- $v := .Values -}}
-{{- $inputs := dict "image" (include "llm42.image" .) "model" $v.model "settings" (pick $v.config "model" "verifier") -}}
+{{- $inputs := dict "image" (include "llm42.image" .) "model" (include "llm42.modelIdentity" . | fromJson) "settings" (pick $v.config "model" "verifier") -}}
 {{- toJson $inputs | sha256sum | trunc 16 -}}
 {{- end -}}
 

@@ -22,12 +22,20 @@ metadata:
     {{- with .role.labels }}{{ toYaml . | nindent 4 }}{{ end }}
   annotations:
     llm42/cluster-inputs: {{ include "llm42.clusterInputs" . | quote }}
+    {{- if $head }}
+    # A file in the head's home directory. Where Ray finds no description of its cluster there, it asks the cloud's metadata
+    # addresses for one at every start, although usage statistics are off. An empty one will do. Not from a ConfigMap: KubeRay's
+    # job that cleans Redis up is a copy of this pod, and starts when Helm has deleted ours.
+    llm42/ray-bootstrap-config: "{}"
+    {{- end }}
     {{- if $v.upgrade.newClusterOnFingerprintChange }}
     llm42/fingerprint-inputs: {{ include "llm42.fingerprintInputs" .root | quote }}
     {{- end }}
     {{- with .role.annotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
-  serviceAccountName: {{ include "llm42.serviceAccountName" .root }}
+  {{- /* the job that cleans Redis up has the head's account, and outlives the chart's */}}
+  {{- $kept := and $head $v.gcsFaultTolerance.enabled $v.serviceAccount.create (ne (include "llm42.scales" .root) "true") }}
+  serviceAccountName: {{ ternary "default" (include "llm42.serviceAccountName" .root) $kept }}
   automountServiceAccountToken: {{ and $head (eq (include "llm42.scales" .root) "true") }}
   terminationGracePeriodSeconds: {{ include "llm42.graceSeconds" . }}
   {{- with $v.image.pullSecrets }}
@@ -236,9 +244,10 @@ Statistics that are switched off make Ray report just that: to nobody.
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/llm42}
 - {name: cache, mountPath: /var/cache/llm42}
-- {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- if eq .component "head" }}
-- {name: scripts, mountPath: /home/llm42/ray_bootstrap_config.yaml, subPath: ray_bootstrap_config.yaml, readOnly: true}
+- {name: bootstrap, mountPath: /home/llm42/ray_bootstrap_config.yaml, subPath: ray_bootstrap_config.yaml, readOnly: true}
+{{- else }}
+- {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- end }}
 {{- if and (ne .component "head") (ne .root.Values.model.source "image") }}
 - {name: model, mountPath: /models, readOnly: true{{ with .root.Values.model.pvc.subPath }}{{ if eq $.root.Values.model.source "pvc" }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
@@ -251,10 +260,13 @@ Statistics that are switched off make Ray report just that: to nobody.
 - {name: tmp, emptyDir: {{ toJson $v.scratch.tmp }}}
 - {name: home, emptyDir: {{ toJson $v.scratch.home }}}
 - name: cache
-  {{- toYaml (ternary (dict "emptyDir" dict) (default (dict "emptyDir" dict) $v.cache.volume) $head) | nindent 2 }}
+  {{- ternary "emptyDir: {}" (include "llm42.cacheVolume" .root) $head | nindent 2 }}
+{{- if $head }}
+- name: bootstrap
+  downwardAPI: {items: [{path: ray_bootstrap_config.yaml, fieldRef: {fieldPath: "metadata.annotations['llm42/ray-bootstrap-config']"}}]}
+{{- else }}
 - name: scripts
   configMap: {name: {{ include "llm42.fullname" .root }}-scripts}
-{{- if not $head }}
 {{- if eq $v.model.source "pvc" }}
 - name: model
   persistentVolumeClaim: {claimName: {{ $v.model.pvc.claimName }}, readOnly: true}
@@ -263,44 +275,10 @@ Statistics that are switched off make Ray report just that: to nobody.
   hostPath: {path: {{ $v.model.hostPath.path | quote }}, type: Directory}
 {{- else if eq $v.model.source "huggingface" }}
 - name: model
-  {{- toYaml (default (dict "emptyDir" dict) $v.model.huggingface.volume) | nindent 2 }}
+  {{- include "llm42.modelVolume" .root | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- with .role.volumes }}
 {{ toYaml . }}
 {{- end }}
-{{- end -}}
-
-{{- define "llm42.fetchContainer" -}}
-{{- $h := .Values.model.huggingface -}}
-- name: fetch-model
-  image: {{ include "llm42.image" . }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  securityContext:
-    {{- toYaml .Values.containerSecurityContext | nindent 4 }}
-  command: [python3, /opt/llm42/scripts/fetch_model.py]
-  args:
-    - {{ $h.repo }}
-    - --revision={{ $h.revision }}
-    - --directory={{ printf "/models/%s" $h.revision }}
-    {{- range $h.allowPatterns }}
-    - {{ printf "--allow=%s" . | quote }}
-    {{- end }}
-  env:
-    - {name: HOME, value: /home/llm42}
-    {{- with $h.tokenSecret }}
-    {{- if .name }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
-    {{- end }}
-    {{- end }}
-  resources:
-    requests: {cpu: 500m, memory: 1Gi}
-    limits: {cpu: "2", memory: 2Gi}
-  volumeMounts:
-    - {name: tmp, mountPath: /tmp}
-    - {name: home, mountPath: /home/llm42}
-    - {name: model, mountPath: /models}
-    - {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- end -}}

@@ -58,6 +58,7 @@
 {{- end -}}
 {{- include "llm42.validateHosts" (dict "v" $v "isVllm" $isVllm "vllm" $vllm "hosts" $hosts "tp" $tp) -}}
 {{- include "llm42.validateOperations" . -}}
+{{- include "llm42.validateObjects" . -}}
 {{- end -}}
 
 {{- define "llm42.validateModel" -}}
