@@ -44,6 +44,9 @@ class ServerSettings(Section):
     Each: name; sha256 (printf %s KEY | sha256sum); deterministic_default (null: as above);
     deterministic_share, the share of the places for deterministic requests that the key's may hold at once
     (0: it may not ask for determinism)."""
+    api_keys_file: str | None = None
+    """A YAML file with more of them, under the name api_keys, read when an ingress starts: so they can come
+    from a Secret. On a cluster it must exist on every node that has an ingress."""
     cors_origins: tuple[Origin, ...] = ()
     """Pages whose scripts may use the API from a browser (CORS), such as https://chat.example.org; "*" is
     every page."""

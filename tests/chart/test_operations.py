@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from ray._private import ray_constants
 
 from llm42.config import Settings
@@ -188,3 +189,31 @@ def test_the_canonical_layout_is_one_value() -> None:
     short = short.replace("  dedicated: true\n", "").replace("  gpu: {count: 1}\n", "")
     whole = [m.body for m in helm.render(example, values="config: {engine: {threads: 1}}")]
     assert [m.body for m in helm.render(values=f"layout: canonical\n{short}")] == whole
+
+
+# Keys and other objects.
+
+
+def test_api_keys_come_from_a_secret() -> None:
+    rendered = helm.render(helm.example("locked-down"))
+    server = helm.serve_config(rendered)["applications"][0]["args"]["server"]
+    templates = helm.pod_templates(rendered)
+    (mount,) = [m for m in container(templates["fast-path"])["volumeMounts"] if m["name"] == "api-keys"]
+    folder, _, name = server["api_keys_file"].rpartition("/")
+    assert (mount["mountPath"], mount["readOnly"]) == (folder, True)
+    secret = helm.one(rendered, "Secret", "llm42-api-keys")
+    (volume,) = [v for v in templates["fast-path"]["spec"]["volumes"] if v["name"] == "api-keys"]
+    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
+    assert yaml.safe_load(secret["stringData"][name])["api_keys"][0]["name"] == "evaluation"
+    assert "api-keys" not in {v["name"] for v in templates["head"]["spec"]["volumes"]}
+    assert "api_keys_file" not in helm.serve_config(helm.render())["applications"][0]["args"]["server"]
+
+
+def test_objects_of_ones_own() -> None:
+    values = """
+extraObjects:
+  - {apiVersion: v1, kind: ConfigMap, metadata: {name: one, namespace: serving}, data: {a: b}}
+  - "{apiVersion: v1, kind: ConfigMap, metadata: {name: {{ .Release.Name }}-two}}"
+"""
+    names = [m.body["metadata"]["name"] for m in helm.render(values=values) if m.template == "extra.yaml"]
+    assert names == ["one", f"{helm.RELEASE}-two"]

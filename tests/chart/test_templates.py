@@ -60,7 +60,9 @@ def test_budgets_leave_all_but_one() -> None:
     assert set(budgets(MULTI)) == {"head", "fast-path"}, "two pods of a replica; one verifier"
     off = "{enabled: false}"
     told = f"podDisruptionBudget: {{fastPath: {off}, verifier: {{minAvailable: 1}}, head: {off}}}"
-    assert {c: b["minAvailable"] for c, b in budgets(PLUS_ONE, told).items()} == {"verifier": 1}
+    assert budgets(PLUS_ONE, told) == {}, "they are never ready: all might go in any case"
+    ready = f"{told}\nverifier: {{ingress: true}}"
+    assert {c: b["minAvailable"] for c, b in budgets(PLUS_ONE, ready).items()} == {"verifier": 1}
 
 
 def test_a_head_that_the_service_needs_is_protected() -> None:

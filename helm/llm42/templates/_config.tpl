@@ -13,6 +13,9 @@ needs no change here. The chart adds what it alone knows: paths, and numbers of 
 {{- if and $v.ingress.enabled (regexMatch "^(/[A-Za-z0-9._~-]+)+/?$" $v.ingress.path) -}}
 {{- $_ := set $server "root_path" (trimSuffix "/" $v.ingress.path) -}}
 {{- end -}}
+{{- if $v.apiKeys.secretName -}}
+{{- $_ := set $server "api_keys_file" (printf "/etc/llm42/keys/%s" $v.apiKeys.key) -}}
+{{- end -}}
 {{- if $v.fastPath.autoscaling.enabled -}}
 {{- $_ := set $server "max_fastpath_replicas" $fast.most -}}
 {{- $_ := set $server "target_ongoing_requests" $v.fastPath.autoscaling.targetOngoingRequests -}}

@@ -249,6 +249,9 @@ Statistics that are switched off make Ray report just that: to nobody.
 {{- else }}
 - {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- end }}
+{{- if and (ne .component "head") .root.Values.apiKeys.secretName }}
+- {name: api-keys, mountPath: /etc/llm42/keys, readOnly: true}
+{{- end }}
 {{- if and (ne .component "head") (ne .root.Values.model.source "image") }}
 - {name: model, mountPath: /models, readOnly: true{{ with .root.Values.model.pvc.subPath }}{{ if eq $.root.Values.model.source "pvc" }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
 {{- end }}
@@ -267,6 +270,10 @@ Statistics that are switched off make Ray report just that: to nobody.
 {{- else }}
 - name: scripts
   configMap: {name: {{ include "llm42.fullname" .root }}-scripts}
+{{- with $v.apiKeys.secretName }}
+- name: api-keys
+  secret: {secretName: {{ . }}}
+{{- end }}
 {{- if eq $v.model.source "pvc" }}
 - name: model
   persistentVolumeClaim: {claimName: {{ $v.model.pvc.claimName }}, readOnly: true}
