@@ -122,6 +122,7 @@ MISSPELT = [
     ("PersistentVolumeClaim", ("spec", "storageClass")),
     ("ServiceAccount", ("automountToken",)),
     ("ConfigMap", ("datum",)),
+    ("Secret", ("stringDatum",)),
     ("RayService", ("spec", "serveConfigV3")),
 ]
 

@@ -217,3 +217,29 @@ extraObjects:
 """
     names = [m.body["metadata"]["name"] for m in helm.render(values=values) if m.template == "extra.yaml"]
     assert names == ["one", f"{helm.RELEASE}-two"]
+
+
+def notes(values: str) -> str:
+    done = helm.run("install", helm.RELEASE, helm.CHART, "--dry-run=client", "-f", PLUS_ONE, values=values)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("\nNOTES:\n")[2]
+
+
+def test_the_notes_say_what_a_scale_and_an_incremental_upgrade_do() -> None:
+    usual = notes("")
+    assert "4 fast-path pods and 1 verifier pod," in usual
+    assert "is a new cluster" in usual
+    assert "feature gate" not in usual
+    assert "Verifier pods stay" in usual
+    values = """
+upgrade:
+  newClusterOnScale: false
+  strategy: NewClusterWithIncrementalUpgrade
+  incremental: {gatewayClassName: x}
+httpRoute: {enabled: false}
+verifier: {ingress: true}
+"""
+    other = notes(values)
+    assert "reaches the next cluster only" in other
+    assert "feature gate RayServiceIncrementalUpgrade" in other
+    assert "Verifier pods stay" not in other
