@@ -69,6 +69,16 @@ def test_the_rules_do_what_their_cases_say(promtool: str) -> None:
             ("or on () vector(0)", ""),
             ("_ready:max\n        expr: max by", "_ready:max\n        expr: min by"),
             ("(ray_llm42_fastpath_devices)", "(ray_llm42_verifier_devices)"),
+            ("missing:count[15m]) > 0.5", "missing:count[15m]) > 0.9"),
+            ("or 0 * max by", "or 2 * max by"),
+            ('{state="failed"}', '{state="starting"}'),
+            ("failed:count > 0", "failed:count > 1"),
+            ("offset 1d", "offset 2d"),
+            ("fingerprints_new:count > 0", "fingerprints_new:count >= 0"),
+            ("p99_rate5m > 30", "p99_rate5m > 900"),
+            ("p99_rate5m > 10", "p99_rate5m > 30"),
+            ("kv_used:ratio > 0.95", "kv_used:ratio > 0.4"),
+            ("kv_held:ratio > 0.95", "kv_held:ratio > 0.8"),
         ],
         quick=[("increase1h > 0", "increase1h > 1"), ("for: 15m", "for: 5m"), ("max == 0", "max < 2")],
     ),
@@ -122,7 +132,7 @@ def test_the_committed_dashboard_is_what_its_file_generates(
 def test_the_dashboard_has_its_variables_and_no_fixed_source() -> None:
     document = json.loads(DASHBOARD.read_text())
     assert [v["name"] for v in document["templating"]["list"]] == [
-        "datasource", "namespace", "release", "application", "model",
+        "datasource", "cluster", "namespace", "release", "application", "model",
     ]  # fmt: skip
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in panels():
