@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
         [firing("LLM42ReplicasMissing", EAST, "warning", **APP)],
     ),
     "prod has two fingerprints, staging another": (
-        healthy(PROD) + [SECOND] + healthy(STAGING),
+        [*healthy(PROD), SECOND, *healthy(STAGING)],
         [firing("LLM42FingerprintMixed", PROD, "warning", model="m")],
     ),
     "prod rolls back, staging's traffic is a hundred times as much": (

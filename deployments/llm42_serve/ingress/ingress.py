@@ -31,6 +31,7 @@ from llm42_serve.ingress.router import NEAR
 from llm42_serve.ray_metrics import RayMetrics
 
 STATUS_TIMEOUT_S = 2.0
+REPORT_S = 5.0
 
 
 class RayBackend:
@@ -129,7 +130,7 @@ class Ingress:
         telemetry = self._settings.telemetry
         configure(telemetry, "ingress")
         self._metrics = RayMetrics(Scope.INGRESS, in_replica=True, model=self._settings.model.name)
-        self._metrics.set(REPLICAS_WANTED, self._settings.server.fastpath_replicas)
+        self._reporter = asyncio.get_running_loop().create_task(self._report())
         self._backend = RayBackend(
             fastpath,
             request_facts(self._settings, self._tokenizer),
@@ -146,3 +147,8 @@ class Ingress:
         gc.collect()
         gc.freeze()
         return app
+
+    async def _report(self) -> None:
+        while True:  # Ray forgets a gauge that is not set again
+            self._metrics.set(REPLICAS_WANTED, self._settings.server.fastpath_replicas)
+            await asyncio.sleep(REPORT_S)
