@@ -71,6 +71,8 @@ def unknown_panels(text: str) -> set[str]:
 
 def _has(tree: Any, path: list[str]) -> bool:
     for name in path:
+        if tree == {}:  # labels and the like: any key
+            return True
         if not isinstance(tree, dict) or name not in tree:
             return False
         tree = tree[name]
@@ -84,7 +86,7 @@ def unknown_settings(text: str) -> set[str]:
     trees = (Settings().model_dump(), values, {"config": Settings().model_dump()})
     dotted = r"[a-z]\w*(?:\.[A-Za-z]\w*)+"
     named = set(re.findall(rf"`({dotted})(?:: [^`]*)?`", text))
-    named |= set(re.findall(rf"--set(?:-string)? ({dotted})=", text))
+    named |= set(re.findall(rf"--set(?:-string|-json)? ({dotted})=", text))
     files = (".py", ".md", ".yaml", ".json", ".log", ".io")
     named = {n for n in named if not n.endswith(files) and n.split(".")[0] in {t for x in trees for t in x}}
     common = values["common"]  # the same keys under each role
