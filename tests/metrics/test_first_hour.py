@@ -122,8 +122,8 @@ kubectl() {
 }
 NS=serving RELEASE=llm
 """
-"""What stands for a cluster. The script that finds the verifiers is kept, and the one of this test ended: others
-on this machine are not ours."""
+"""What stands for a cluster. The script that finds the verifiers is kept, and the one of this test ended:
+others on this machine are not ours."""
 
 
 def shell(service: Service, directory: Path, *titles: str, pid: int = 0) -> str:
