@@ -100,6 +100,7 @@ FIRES: dict[str, tuple[dict[str, str], str, dict[str, str]]] = {
     "LLM42VerifiersMissing": ({"verifiers_wanted": flat(2)}, "warning", {"model": "m"}),
     "LLM42VerifierFailed": ({"failed": flat(1)}, "warning", {"model": "m"}),
     "LLM42ReplicasMissing": ({"replicas_wanted": flat(2)}, "warning", APP),
+    "LLM42NoIngress": ({"replicas_wanted": f"_x{MINUTES}"}, "critical", APP),
     "LLM42RequestsFail": ({"engine_error": rising(2)}, "warning", APP),
     "LLM42FirstTokenLate": ({"first_token_seconds_1": rising(50)}, "warning", CLASS),
     "LLM42QueueLong": ({"queue_seconds_1": rising(50)}, "warning", CLASS),

@@ -73,6 +73,7 @@ def test_the_rules_do_what_their_cases_say(promtool: str) -> None:
             ("(ray_llm42_fastpath_devices)", "(ray_llm42_verifier_devices)"),
             ("missing:count[15m]) > 0.5", "missing:count[15m]) > 0.9"),
             ("or 0 * max by", "or 2 * max by"),
+            ("ingresses:count == 0", "ingresses:count == 1"),
             ('{state="failed"}', '{state="starting"}'),
             ("failed:count > 0", "failed:count > 1"),
             ("offset 1d", "offset 2d"),

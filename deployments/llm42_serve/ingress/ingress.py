@@ -31,7 +31,7 @@ from llm42_serve.ingress.router import NEAR
 from llm42_serve.ray_metrics import RayMetrics
 
 STATUS_TIMEOUT_S = 2.0
-REPORT_S = 5.0
+REPORT_S = 1.0
 
 
 class RayBackend:
