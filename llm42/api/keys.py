@@ -31,7 +31,7 @@ from llm42.telemetry.logs import bound
 
 HEADER = "X-LLM42-Deterministic"
 """A request's wish for determinism, where its body cannot be changed."""
-OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/docs", "/openapi.json"})
 """What is answered without a key."""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
