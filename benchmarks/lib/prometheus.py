@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from benchmarks.lib.processes import free_port
 
 RULES = Path(__file__).parents[2] / "helm" / "llm42" / "rules" / "llm42.yaml"
 DASHBOARD = Path(__file__).parents[2] / "helm" / "llm42" / "dashboards" / "llm42.json"
@@ -41,9 +42,7 @@ class Prometheus:
 
     def __init__(self, directory: Path, targets: Sequence[str], rules: Path = RULES) -> None:
         self._directory, self._process = directory, None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         config = {
             # a busy machine may take seconds for a page; a scrape that is too late leaves a hole
             "global": {"scrape_interval": "5s", "scrape_timeout": "5s", "evaluation_interval": "1s"},

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.lib.processes import family
 from benchmarks.lib.report import Figure, report
 
 PROMPTS = (
@@ -59,18 +60,9 @@ def start(port: int) -> tuple[subprocess.Popen[bytes], float]:
 
 def memory(root: int) -> dict[str, float]:
     """Resident (RSS, shared pages counted by every process) and proportional (PSS) GiB of a process tree."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    family = {root}
-    while more := {p for p, parent in parents.items() if parent in family} - family:
-        family |= more
     totals = {"rss": 0, "pss": 0}
-    for pid in family:
+    members = family(root)
+    for pid in members:
         try:
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                 for key in totals:
@@ -78,7 +70,7 @@ def memory(root: int) -> dict[str, float]:
                         totals[key] += int(line.split()[1])
         except OSError:
             continue
-    return {key: round(kib / 2**20, 2) for key, kib in totals.items()} | {"processes": len(family)}
+    return {key: round(kib / 2**20, 2) for key, kib in totals.items()} | {"processes": len(members)}
 
 
 async def round_of(port: int, count: int, tokens: int, deterministic: bool) -> float:

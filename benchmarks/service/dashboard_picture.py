@@ -13,7 +13,6 @@ import asyncio
 import math
 import os
 import re
-import socket
 import tempfile
 import textwrap
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import httpx
 import matplotlib.pyplot as plt
 
+from benchmarks.lib.processes import free_port
 from benchmarks.lib.prometheus import Prometheus, filled_in, panels
 from benchmarks.lib.report import Figure, report
 from llm42.config import Settings
@@ -41,16 +41,13 @@ Series = list[tuple[str, list[tuple[float, float]]]]
 
 def settings() -> Settings:
     """The default model, one replica that is wrong now and then, and many audits."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return absolute(
         Settings.load(
             {
                 "engine": {"threads": 1, "corrupt_share": CORRUPT_SHARE},
                 "verifier": {"audit_share": 0.1},
                 "session": {"mode": "verify"},
-                "server": {"port": port, "fastpath_replicas": 2},
+                "server": {"port": free_port(), "fastpath_replicas": 2},
             }
         )
     )

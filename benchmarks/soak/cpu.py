@@ -15,14 +15,15 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.processes import free_port
 from benchmarks.lib.report import RESULTS, Figure, arguments, report
 from benchmarks.soak.traffic import KINDS, Clients, Tally, question
-from benchmarks.soak.watch import Held, as_json, gauges, growth, processes
+from benchmarks.soak.watch import Held, gauges, growth, processes, summary
 from llm42.config import Settings
 from llm42.local.assembly import Local, output_of
 from llm42.protocol import Request, SamplingParams
@@ -54,13 +55,6 @@ def settings_of(port: int, metrics_port: int, model: str | None) -> Settings:
     return Settings.load(tree)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def oracle(settings: Settings) -> dict[int, str]:
     """The answers that there must be: by one verifier in one process, without a fast path's help."""
     one = settings.model_copy(update={"session": settings.session.model_copy(update={"mode": "direct"})})
@@ -83,7 +77,8 @@ class Soak:
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service, self._args = service, args
-        self.tally, self.kills = Tally(), []  # type: ignore[var-annotated]
+        self.tally = Tally()
+        self.kills: list[dict[str, Any]] = []
         self.samples: list[dict[str, Any]] = []
         self._began = time.monotonic()
 
@@ -91,10 +86,10 @@ class Soak:
         """What the processes held after the first tenth and at the end; sums of the gauges likewise."""
         whole = self._args.minutes * 60
         await self._load(whole / 10, kills=False)
-        before, quiet_before = processes(os.getpid()), await self._idle()
+        quiet, before = await self._idle(), processes(os.getpid())
         await self._load(whole * 9 / 10, kills=True)
-        quiet_after = await self._idle()
-        return before, processes(os.getpid()), {"before": quiet_before, "after": quiet_after}
+        quiet_after, after = await self._idle(), processes(os.getpid())
+        return before, after, {"before": quiet, "after": quiet_after}
 
     async def _load(self, seconds: float, kills: bool) -> None:
         clients = Clients(self._service.url, self._service.settings.model.name, IDS, self.tally)
@@ -114,7 +109,10 @@ class Soak:
         found = processes(os.getpid())
         at = round(time.monotonic() - self._began)
         memory = {role: round(sum(h.pss_mib for h in them)) for role, them in found.items()}
-        self.samples.append({"at_s": at, "processes": as_json(found)})
+        sample: dict[str, Any] = {"at_s": at, "processes": summary(found)}
+        with suppress(OSError, ValueError):  # the page, or a series, may be gone for a moment
+            sample["gauges"] = await asyncio.to_thread(gauges, self._service.metrics_url)
+        self.samples.append(sample)
         print(at, memory, sum(self.tally.outcomes.values()), "requests", flush=True)
 
     def _kill(self) -> None:
@@ -146,8 +144,7 @@ class Soak:
             if time.monotonic() > deadline:
                 break
             await asyncio.sleep(5)
-        for _ in range(20):  # gauges of both ingresses are set when somebody asks after their health
-            await asyncio.to_thread(self._service.health)
+        # a process tells its gauges every second, Ray's agent of its node every few
         await asyncio.sleep(15)
         return found | await asyncio.to_thread(gauges, self._service.metrics_url)
 
@@ -156,9 +153,6 @@ def figures_of(
     soak: Soak, before: Any, after: Any, quiet: dict[str, Any], right: dict[int, str]
 ) -> dict[str, Figure]:
     """The run's figures, with what was predicted as targets."""
-    wrong = sum(
-        count for n, found in soak.tally.answers.items() for text, count in found.items() if text != right[n]
-    )
     odd = sum(
         count
         for outcome, count in soak.tally.outcomes.items()
@@ -172,7 +166,7 @@ def figures_of(
         return max((value for role, value in of.items() if role in among), default=0.0)
 
     return {
-        "wrong_answers": Figure(wrong, "answers", 0),
+        "wrong_answers": Figure(soak.tally.wrong(right), "answers", 0),
         "compared_answers": Figure(compared, "answers", None, "higher"),
         "kills": Figure(len(soak.kills), "processes", None, "higher"),
         "not_as_expected": Figure(odd, "requests", None),
@@ -183,6 +177,9 @@ def figures_of(
         "thread_growth": Figure(most(threads, tuple(threads)), "threads", 8),
         "task_growth": Figure(quiet["after"]["tasks"] - quiet["before"]["tasks"], "tasks", 8),
         "kv_held_at_end": Figure(quiet["after"]["kv"], "tokens and blocks", 0),
+        "requests_held_at_most": Figure(
+            max((s["gauges"]["held"] for s in soak.samples if "gauges" in s), default=0.0), "requests", None
+        ),
         "requests_held_at_end": Figure(quiet["after"]["held"], "requests", 0),
         "process_growth": Figure(
             sum(map(len, after.values())) - sum(map(len, before.values())), "processes", 0

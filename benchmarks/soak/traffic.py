@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,20 @@ class Tally:
     """By kind of request and what became of it."""
     answers: dict[int, Counter[str]] = field(default_factory=dict)
     """Of each deterministic request: its different answers, ids and log-probabilities as they were sent."""
+    cut: list[tuple[int, list[int]]] = field(default_factory=list)
+    """What came of deterministic streams that broke off: the request, and token ids."""
     tokens: int = 0
     failovers: int = 0
+
+    def wrong(self, right: Mapping[int, str]) -> int:
+        """Answers that are not the right ones, bit for bit, and beginnings that are not theirs."""
+        whole = sum(
+            count
+            for number, found in self.answers.items()
+            for text, count in found.items()
+            if text != right[number]
+        )
+        return whole + sum(json.loads(right[n])[0][: len(tokens)] != tokens for n, tokens in self.cut)
 
     def different(self) -> dict[int, int]:
         """Deterministic requests with more than one answer, and how many they have."""
@@ -100,26 +112,31 @@ class Clients:
         body = {"model": self._model, "stream": True, **question(number, self._ids)}
         tokens: list[int] = []
         logprobs: list[float] = []
-        ended = False
-        async with http.stream("POST", f"{self._url}/v1/completions", json=body) as reply:
-            if reply.status_code != 200:
-                await reply.aread()
-                return str(reply.status_code)
-            async for line in reply.aiter_lines():
-                if line == "data: [DONE]":
-                    ended = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return f"event {event['error'].get('code')}"
-                    self.tally.failovers += (event.get("llm42") or {}).get("failovers", 0)
-                    for choice in event["choices"]:
-                        tokens += choice.get("token_ids") or []
-                        logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if not ended:
-            return "cut"
-        self._keep(number, tokens, logprobs)
-        return "finished"
+        outcome = "cut"
+        try:
+            async with http.stream("POST", f"{self._url}/v1/completions", json=body) as reply:
+                if reply.status_code != 200:
+                    await reply.aread()
+                    return str(reply.status_code)
+                async for line in reply.aiter_lines():
+                    if line == "data: [DONE]":
+                        # an error event has one behind it, too
+                        outcome = "finished" if outcome == "cut" else outcome
+                    elif line.startswith("data: "):
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            outcome = f"event {event['error'].get('code')}"
+                            continue
+                        self.tally.failovers += (event.get("llm42") or {}).get("failovers", 0)
+                        for choice in event["choices"]:
+                            tokens += choice.get("token_ids") or []
+                            logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        finally:
+            if outcome == "finished":
+                self._keep(number, tokens, logprobs)
+            else:
+                self.tally.cut.append((number, tokens))
+        return outcome
 
     async def whole(self, http: httpx.AsyncClient, rng: random.Random) -> str:
         """A deterministic answer in one piece."""

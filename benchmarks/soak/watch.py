@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.processes import family
 from llm42.host.direct import open_url
+from llm42.telemetry import metrics as m
 
 ROLES = {
     "ingress": re.compile(r"^ray::ServeReplica:\w+:Ingress"),
@@ -23,14 +26,11 @@ ROLES = {
 }
 """Processes by their titles, as Ray sets them."""
 GAUGES = {
-    "tasks": re.compile(r"^ray_llm42_(?:ingress|replica|verifier)_tasks\{"),
-    "kv": re.compile(r"^ray_llm42_(?:fastpath_kv_used_tokens|verifier_kv_held_blocks)\{"),
-    "held": re.compile(
-        r"^ray_llm42_(?:requests_running|requests_queued|fastpath_waiting|verifier_waiting|verifier_active"
-        r"|verifier_direct_requests)\{"
-    ),
+    "tasks": (m.INGRESS_TASKS, m.REPLICA_TASKS, m.VERIFIER_TASKS),
+    "kv": (m.KV_USED, m.VERIFIER_KV_HELD),
+    "held": (m.RUNNING, m.QUEUED, m.WAITING, m.VERIFIER_WAITING, m.VERIFIER_ACTIVE, m.VERIFIER_DIRECT),
 }
-"""Series of the metrics page that must come back to where they were."""
+"""What must come back to where it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,6 @@ class Held:
     descriptors: int
     threads: int
     age_s: float
-
-
-def family(root: int) -> set[int]:
-    """A process and all that descend from it."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    found = {root}
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def processes(root: int) -> dict[str, list[Held]]:
@@ -84,23 +69,37 @@ def _held(pid: int) -> Held:
         round(int(pss[1]) / 1024 if pss else 0.0, 1),
         len(list((here / "fd").iterdir())),
         int(after_name[17]),
-        round(uptime - int(after_name[19]) / 100, 1),  # ticks of 10 ms, whatever the kernel's own
+        round(uptime - int(after_name[19]) / os.sysconf("SC_CLK_TCK"), 1),
     )
 
 
 def gauges(url: str) -> dict[str, float]:
-    """Sums of the metrics page's series. Raises OSError when there is no page."""
+    """Sums of the metrics page's series. Raises OSError when there is no page, ValueError when it lacks the
+    series of one of them: nothing is not zero."""
     with open_url(url, 60, direct=True) as reply:
-        lines = reply.read().decode().splitlines()
+        return sums(reply.read().decode())
+
+
+def sums(page: str) -> dict[str, float]:
+    """The same of a page that was read."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for line in page.splitlines():
+        if line and not line.startswith("#"):
+            values[line.partition("{")[0]].append(float(line.rsplit(" ", 1)[1]))
+    found = {}
+    for name, metrics in GAUGES.items():
+        if missing := [metric.name for metric in metrics if f"ray_{metric.name}" not in values]:
+            raise ValueError(f"the metrics page has no {', '.join(missing)}")
+        found[name] = sum(sum(values[f"ray_{metric.name}"]) for metric in metrics)
+    return found
+
+
+def summary(found: Mapping[str, list[Held]]) -> dict[str, Any]:
+    """For a result's raw part: of each role, the oldest first."""
     return {
-        name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if pattern.search(line))
-        for name, pattern in GAUGES.items()
+        role: {of: [getattr(h, of) for h in them] for of in ("pss_mib", "descriptors", "threads")}
+        for role, them in found.items()
     }
-
-
-def as_json(found: Mapping[str, list[Held]]) -> dict[str, Any]:
-    """For a result's raw part."""
-    return {role: [asdict(h) for h in them] for role, them in found.items()}
 
 
 def growth(before: Mapping[str, list[Held]], after: Mapping[str, list[Held]], of: str) -> dict[str, float]:

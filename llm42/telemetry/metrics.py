@@ -170,9 +170,7 @@ REQUEST_SECONDS = _define(
     _I, _H, "request_seconds", "seconds", "Arrival to end of requests that finished", MODE, buckets=_LATENCY
 )
 
-INGRESS_TASKS = _define(
-    _I, _G, "ingress_tasks", "tasks", "Tasks of the process's event loop, as of the last look at its health"
-)
+INGRESS_TASKS = _define(_I, _G, "ingress_tasks", "tasks", "Tasks of the process's event loop")
 
 # Decode-verify-rollback sessions.
 CANDIDATE_TOKENS = _define(_R, _C, "candidate_tokens", "tokens", "Candidates that the fast path proposed")

@@ -128,6 +128,11 @@ def test_a_planted_mismatch_shows_as_such(prometheus: Prometheus, traffic: Traff
         assert finite(prometheus, f'ALERTS{{alertname="{name}"}}') == []
 
 
+@pytest.mark.parametrize("role", ["ingress", "replica", "verifier"])
+def test_each_process_says_how_many_tasks_it_has(prometheus: Prometheus, role: str) -> None:
+    assert all(value >= 1 for value in finite(prometheus, f"ray_llm42_{role}_tasks") or [0.0])
+
+
 def test_errors_are_counted_by_reason(prometheus: Prometheus, traffic: Traffic) -> None:
     where = f'application="{PLANTED}"'
     for reason in ("model_not_found", "invalid_value"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak.cpu import Soak, figures_of
-from benchmarks.soak.watch import Held, growth
+from benchmarks.soak.watch import GAUGES, Held, growth, sums
 
 RIGHT = {0: "[[1], [-0.5]]"}
 QUIET = {"tasks": 22.0, "kv": 0.0, "held": 0.0}
@@ -65,3 +65,26 @@ def test_one_wrong_bit_is_seen() -> None:
     run.tally.answers[0]["[[1], [-0.5000000000000001]]"] += 1
     assert missed(run) == {"wrong_answers"}
     assert run.tally.different() == {0: 2}
+
+
+@pytest.mark.parametrize(("tokens", "wrong"), [([], 0), ([1], 0), ([2], 1), ([1, 1], 1)])
+def test_what_came_before_a_cut_is_compared_too(tokens: list[int], wrong: int) -> None:
+    run = soak()
+    run.tally.cut.append((0, tokens))
+    assert run.tally.wrong(RIGHT) == wrong
+
+
+def page(*left_out: str) -> str:
+    """A metrics page with two series of each gauge, of value 1.5."""
+    names = [f"ray_{metric.name}" for metrics in GAUGES.values() for metric in metrics]
+    lines = [f'{name}{{a="{i}"}} 1.5' for name in names if name not in left_out for i in range(2)]
+    return "\n".join(["# HELP ray_llm42_other words", 'ray_llm42_other{a="b"} 9', *lines])
+
+
+def test_series_are_added_up() -> None:
+    assert sums(page()) == {name: 3.0 * len(metrics) for name, metrics in GAUGES.items()}
+
+
+def test_a_page_without_a_series_is_not_a_page_of_zeros() -> None:
+    with pytest.raises(ValueError, match="no llm42_verifier_kv_held_blocks"):
+        sums(page("ray_llm42_verifier_kv_held_blocks"))

@@ -112,7 +112,6 @@ class RayBackend:
 
     async def status(self, near: bool = False) -> Status:
         """One replica's view; `serving` is false when none answers in time."""
-        self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
         try:
             asked = self._near_status.remote() if near else self._status.remote(self._facts)
             status: Status = await asyncio.wait_for(asked, STATUS_TIMEOUT_S)
@@ -151,5 +150,6 @@ class Ingress:
 
     async def _report(self) -> None:
         while True:  # Ray forgets a gauge that is not set again
+            self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
             self._metrics.set(REPLICAS_WANTED, self._settings.server.fastpath_replicas)
             await asyncio.sleep(REPORT_S)
