@@ -24,6 +24,8 @@ RESOURCES = ("llm42_fast_path", "llm42_verifier", "llm42_ingress")
 """What the nodes of a cluster may announce, one of each."""
 START_S = 180.0
 END_S = 60.0
+DRAIN_S = 90.0
+"""For a node whose verifier goes before that, and for one whose verifier stays."""
 
 
 class Node:

@@ -33,7 +33,7 @@ from llm42_serve.verifiers.names import (  # noqa: E402
     verifier_names,
 )
 from tests.chaos.support import App, best_effort, deterministic  # noqa: E402
-from tests.cluster.nodes import RESOURCES, Node, Nodes, application  # noqa: E402
+from tests.cluster.nodes import DRAIN_S, RESOURCES, Node, Nodes, application  # noqa: E402
 from tests.cluster.traffic import Traffic  # noqa: E402
 from tests.support import Lab  # noqa: E402
 
@@ -116,7 +116,7 @@ async def without_a_verifiers_node(nodes: Nodes, lab: Lab, workers: list[Node]) 
     found["best_effort"] = (await app.stream(plain)).finish
     refused = await app.stream(exact)
     found["deterministic"] = [refused.status, bool(refused.retry_after)]
-    workers.append(nodes.start_worker(*RESOURCES, ELSEWHERE, gpus=1))
+    workers.append(nodes.start_worker(*RESOURCES, ELSEWHERE, gpus=1, drain_s=DRAIN_S))
     await app.until(lambda h: bool(h["deterministic"]), WAIT_S)
     await until(lambda: state_of("held") == "RUNNING", "held runs")
     answers = [await app_of(nodes, name, early).stream(exact) for name in ("early", "held")]
@@ -183,10 +183,10 @@ async def run(nodes: Nodes, lab: Lab) -> dict[str, Any]:
     workers = [nodes.start_worker(FAST, INGRESS, gpus=1)]
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     found["without_a_verifiers_node"] = await without_a_verifiers_node(nodes, lab, workers)
-    workers += [nodes.start_worker(*RESOURCES, gpus=1, drain_s=drain_s) for drain_s in (300.0, 20.0)]
+    workers += [nodes.start_worker(*RESOURCES, gpus=1, drain_s=DRAIN_S) for _ in range(2)]
     found["one_verifier_a_node"] = await one_verifier_a_node(lab)
     found["drained"] = await drained(nodes, lab, workers, looks=True)
-    workers.insert(0, nodes.start_worker(*RESOURCES, gpus=1, drain_s=20.0))
+    workers.append(nodes.start_worker(*RESOURCES, gpus=1, drain_s=DRAIN_S))
     found["control"] = await drained(nodes, lab, workers, looks=False)
     return found
 

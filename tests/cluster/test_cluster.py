@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.nodes import DRAIN_S
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -65,4 +66,4 @@ def test_a_drained_node_is_idle_long_before_its_time_is_over(found: Found) -> No
     """The control: nobody looks for drains, and the node waits in vain for its verifier to go."""
     assert found["drained"]["idle"]
     assert not found["control"]["idle"]
-    assert found["control"]["seconds"] >= 20
+    assert found["control"]["seconds"] >= DRAIN_S
