@@ -25,8 +25,10 @@ from grafana_foundation_sdk.models.dashboard import (
 
 FILE = Path(__file__).parent / "llm42" / "dashboards" / "llm42.json"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-RELEASE = 'namespace=~"$namespace",release=~"$release"'
+RELEASE = 'cluster=~"$cluster",namespace=~"$namespace",release=~"$release"'
 """Which services: several may send to one Prometheus."""
+EACH = "cluster, namespace, release"
+"""What must not be counted together."""
 APP = f'{{{RELEASE},application=~"$application",model=~"$model"}}'
 """Series of ingresses and replicas."""
 MODEL = f'{{{RELEASE},model=~"$model"}}'
@@ -107,8 +109,8 @@ DETERMINISM = (
           True, 1e-9),
     Panel("Fingerprints", "Different fingerprints among the verifiers of a model: 1, but during an upgrade.",
           "short",
-          ((f"count by (model) (count by (model, fingerprint) (ray_llm42_fingerprint_info{MODEL}))",
-            "{{model}}"),), True, 2),
+          ((f"max by (model) (count by ({EACH}, model) (count by ({EACH}, model, fingerprint)"
+            f" (ray_llm42_fingerprint_info{MODEL})))", "{{model}}"),), True, 2),
     Panel("Rollback rate by model", "Rollbacks for each verified token.", "percentunit",
           ((rollback_rate("application, model"), "{{application}} {{model}}"),)),
     Panel("Rollback rate by replica", "One replica that stands out has other kernels, or a bad device.",
@@ -184,6 +186,12 @@ VERIFIERS = (
 LOAD_AND_ERRORS = (
     Panel("Output tokens", "Tokens sent to clients, by class.", "short",
           ((rate("output_tokens", "mode"), "{{mode}}/s"),)),
+    latency("Wait for a place", "From a request's arrival at its replica to its start.", "queue_seconds"),
+    Panel("Replicas", "Fast-path replicas that report, and how many there should be (where they scale, at"
+          " least).", "short",
+          ((f"count by (application, model) (ray_llm42_fastpath_devices{APP})", "{{application}} {{model}}"),
+           (f"max by (application, model) (ray_llm42_replicas_wanted{APP})",
+            "{{application}} {{model}} wanted"))),
     Panel("Requests in progress", "Running, and waiting to be admitted.", "short",
           ((gauge("requests_running", "mode"), "{{mode}} running"),
            (gauge("requests_queued", "mode"), "{{mode}} queued"),
@@ -239,11 +247,11 @@ def document() -> str:
     """The dashboard's JSON."""
     made = build.Dashboard("LLM-42").uid("llm42").tags(["llm42"]).refresh("30s").time("now-1h", "now")
     made = made.with_variable(build.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-    applications = "label_values(ray_llm42_verifiers_ready, application)"
-    for name, label in (("namespace", "Namespace"), ("release", "Release")):
-        made = made.with_variable(variable(name, label, f"label_values(ray_llm42_verifiers_ready, {name})"))
-    made = made.with_variable(variable("application", "Application", applications))
-    made = made.with_variable(variable("model", "Model", "label_values(ray_llm42_verifiers_ready, model)"))
+    chosen: list[str] = []
+    for name in ("cluster", "namespace", "release", "application", "model"):
+        query = f"label_values(ray_llm42_verifiers_ready{{{','.join(chosen)}}}, {name})"
+        made = made.with_variable(variable(name, name.title(), query))
+        chosen.append(f'{name}=~"${name}"')  # the next one offers what is there of these
     for title, panels in ROWS.items():
         made = made.with_row(build.Row(title))
         for spec in panels:

@@ -61,6 +61,7 @@ STARTS_ITS_OWN = (
     "tests/service/test_failed_starts.py",
     "tests/service/test_serve_command.py",
     "tests/chaos/test_nodes.py",
+    "tests/cluster",
 )
 """What does not use the cluster of tests/conftest.py."""
 UNIT = Part("unit", ("tests/unit",), HERE)

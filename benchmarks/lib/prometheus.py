@@ -131,6 +131,6 @@ def panels() -> list[dict[str, Any]]:
 def filled_in(expression: str, window: str = "5m", application: str = ".*", model: str = ".*") -> str:
     """A panel's expression with the dashboard's variables replaced; every release is meant."""
     values = {"__rate_interval": window, "application": application, "model": model}
-    for name, value in (values | {"namespace": ".*", "release": ".*"}).items():
+    for name, value in (values | dict.fromkeys(("cluster", "namespace", "release"), ".*")).items():
         expression = expression.replace(f"${name}", value)
     return expression

@@ -9,6 +9,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from llm42.config import Settings
+from llm42.config.server import ServerSettings
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.ingress.ingress import Ingress
 from llm42_serve.replica.fastpath import FastPath
@@ -22,11 +23,17 @@ FAST_PATH_OPTIONS: dict[str, Any] = {
         request_router_class="llm42_serve.ingress.router:PrefixRouter"
     ),
 }
-INGRESS_OPTIONS: dict[str, Any] = {
-    "max_ongoing_requests": 4096,
-    "graceful_shutdown_wait_loop_s": 0.5,
-    "ray_actor_options": {"num_cpus": 0.1},
-}
+INGRESS_OPTIONS: dict[str, Any] = {"max_ongoing_requests": 4096, "graceful_shutdown_wait_loop_s": 0.5}
+OF_SCALING = (
+    "ingress_replicas",
+    "ingress_resources",
+    "fastpath_replicas",
+    "max_fastpath_replicas",
+    "target_ongoing_requests",
+    "upscale_delay_s",
+    "downscale_delay_s",
+)
+"""How many processes there are, and where, is not the replicas' business: it must not restart them."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -35,17 +42,16 @@ def build(args: dict[str, Any]) -> Application:
     Verifiers are not Serve deployments: fast-path replicas create them as named actors (verifier_pool.py).
     """
     settings = Settings.load(args)
-    # how many there are is not the replicas' business: scaling must not restart them
-    counts = dict.fromkeys(("ingress_replicas", "fastpath_replicas", "max_fastpath_replicas"), 1)
-    server = settings.server.model_copy(update=counts)
+    defaults = ServerSettings()
+    server = settings.server.model_copy(update={name: getattr(defaults, name) for name in OF_SCALING})
     tree = settings.model_copy(update={"server": server}).model_dump(mode="json")
     drain = {"graceful_shutdown_timeout_s": settings.server.drain_s}
     options = FAST_PATH_OPTIONS | drain | _replicas(settings) | _placement(settings)
     fastpath = serve.deployment(FastPath, name="FastPath", **options)
     entry = serve.ingress()(Ingress)
     everything = settings.model_dump(mode="json")  # a key's share is one of all places
-    replicas = settings.server.ingress_replicas
-    ingress = serve.deployment(entry, name="Ingress", num_replicas=replicas, **INGRESS_OPTIONS, **drain)
+    of_ingress = INGRESS_OPTIONS | drain | _ingresses(settings)
+    ingress = serve.deployment(entry, name="Ingress", **of_ingress)
     app: Application = ingress.bind(everything, fastpath.bind(tree))
     return app
 
@@ -59,10 +65,17 @@ def _replicas(settings: Settings) -> dict[str, Any]:
         min_replicas=server.fastpath_replicas,
         max_replicas=server.max_fastpath_replicas,
         target_ongoing_requests=server.target_ongoing_requests,
-        upscale_delay_s=5.0,
-        downscale_delay_s=60.0,
+        upscale_delay_s=server.upscale_delay_s,
+        downscale_delay_s=server.downscale_delay_s,
     )
     return {"autoscaling_config": scaling}
+
+
+def _ingresses(settings: Settings) -> dict[str, Any]:
+    actor: dict[str, Any] = {"num_cpus": 0.1}
+    if settings.server.ingress_resources:
+        actor["resources"] = settings.server.ingress_resources
+    return {"num_replicas": settings.server.ingress_replicas, "ray_actor_options": actor}
 
 
 def _placement(settings: Settings) -> dict[str, Any]:

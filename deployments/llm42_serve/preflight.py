@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from llm42.api.keys import configured_keys
 from llm42.checkpoint.description import check_model
 from llm42.checkpoint.fetch import DEFAULT_DIR
 from llm42.config import Settings
@@ -35,6 +36,7 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
     try:
         check_model(settings.model)
         Keyring.load(settings.audit)
+        configured_keys(settings.server)
         make_tracer(settings.telemetry, "preflight").close()
         require_library(settings.engine)
         if settings.model.device == "cuda":

@@ -23,6 +23,7 @@ from llm42.api.audit_routes import audit_routes
 from llm42.api.backend import Backend
 from llm42.api.deltas import choices
 from llm42.api.docs_page import HEADERS, page
+from llm42.api.gateway_metrics import gateway_routes
 from llm42.api.json_bodies import MAX_BYTES, BodyReader, body_route, most_bytes
 from llm42.api.keys import KeyGate, KeyPolicy
 from llm42.api.logprobs import require_few
@@ -85,6 +86,8 @@ def create_app(
         return await service.health()
 
     app.include_router(audit_routes(settings, tokenizer, backend, answers, keyring, reader))
+
+    app.include_router(gateway_routes(settings.model.name, backend))
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -40,5 +40,6 @@ class Status:
 class Backend(Answers, Protocol):
     """Where answers come from, and how that is doing."""
 
-    async def status(self) -> Status:
-        """Answers within a second or two, whatever is going on."""
+    async def status(self, near: bool = False) -> Status:
+        """Answers within a second or two, whatever is going on. near: of a replica on this machine, where
+        there is one; `running` and the KV are then those of all that it has under way."""

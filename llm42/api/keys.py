@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,13 +22,16 @@ from llm42.api import errors
 from llm42.api.asgi import HttpOnly
 from llm42.api.requests import GenerationBody
 from llm42.config import ApiKeySettings, Settings
+from llm42.config.server import ServerSettings
+from llm42.config.yaml_file import YamlProblem, read_yaml
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import Request
+from llm42.receipt import KeyProblem
 from llm42.telemetry.logs import bound
 
 HEADER = "X-LLM42-Deterministic"
 """A request's wish for determinism, where its body cannot be changed."""
-OPEN_PATHS = frozenset({"/health", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/docs", "/openapi.json"})
 """What is answered without a key."""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -112,13 +117,35 @@ def _most(share: float) -> int:
     return max(1, math.floor(round(share, 6))) if share > 0 else 0
 
 
+def configured_keys(server: ServerSettings) -> tuple[ApiKeySettings, ...]:
+    """The keys of the settings and of their file. A file that has none is an error: it would open the API to
+    everybody. Raises KeyProblem."""
+    if server.api_keys_file is None:
+        return server.api_keys
+    try:
+        found = read_yaml(Path(server.api_keys_file))
+        if set(found) != {"api_keys"}:
+            raise ValueError("it must have the name api_keys, and no other")
+        more = TypeAdapter(tuple[ApiKeySettings, ...]).validate_python(found["api_keys"])
+        if not more:
+            raise ValueError("there are no keys in it")
+    except YamlProblem as error:
+        raise KeyProblem(f"server.api_keys_file: {error}") from error
+    except ValidationError as error:  # without what was found there: it may be a key
+        where = ", ".join(sorted({".".join(map(str, e["loc"])) or "api_keys" for e in error.errors()}))
+        raise KeyProblem(f"server.api_keys_file: {server.api_keys_file}: wrong: {where}") from None
+    except ValueError as error:
+        raise KeyProblem(f"server.api_keys_file: {server.api_keys_file}: {error}") from error
+    return server.api_keys + more
+
+
 class KeyGate(HttpOnly):
     """ASGI: refuses requests without a valid key (HTTP 401) where keys are configured, and puts the key's
     policy into the request's state and its name into lines of the log."""
 
     def __init__(self, app: ASGIApp, settings: Settings, answers: errors.Errors) -> None:
         super().__init__(app)
-        self._answers, keys = answers, settings.server.api_keys
+        self._answers, keys = answers, configured_keys(settings.server)
         self._policies = [(bytes.fromhex(k.sha256), KeyPolicy(k, settings)) for k in keys]
         self._anyone = KeyPolicy(None, settings)
 

@@ -72,7 +72,7 @@ def _announce(url: str, settings: Settings, problem: str) -> None:
         "deterministic": not problem,
     }
     curl = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'"
-    if settings.server.api_keys:
+    if settings.server.api_keys or settings.server.api_keys_file:
         curl += " -H 'Authorization: Bearer YOUR_KEY'"
     curl += f" -d {shlex.quote(json.dumps(body))}"
     out.print(f"[bold green]Ready[/]: {escape(model.name)} on {url} ({model.dtype}, {model.device})")

@@ -115,6 +115,7 @@ def absolute(settings: Settings) -> Settings:
         (tree["engine"]["vllm"], "export_dir"),
         (tree["verifier"], "certificate_dir"),
         (tree["telemetry"], "trace_dir"),
+        (tree["server"], "api_keys_file"),
         *((tree["audit"]["keys"], key) for key in settings.audit.keys),
     )
     for section, name in paths:

@@ -44,6 +44,9 @@ class ServerSettings(Section):
     Each: name; sha256 (printf %s KEY | sha256sum); deterministic_default (null: as above);
     deterministic_share, the share of the places for deterministic requests that the key's may hold at once
     (0: it may not ask for determinism)."""
+    api_keys_file: str | None = None
+    """A YAML file with more of them, under the name api_keys, read when an ingress starts: so they can come
+    from a Secret. On a cluster it must exist on every node that has an ingress."""
     cors_origins: tuple[Origin, ...] = ()
     """Pages whose scripts may use the API from a browser (CORS), such as https://chat.example.org; "*" is
     every page."""
@@ -72,12 +75,20 @@ class ServerSettings(Section):
     certifies."""
     ingress_replicas: PositiveInt = 1
     """Processes that speak HTTP."""
+    ingress_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other Ray resources that such a process needs, such as {front: 1} where each node that clients reach
+    announces one: they decide which nodes it may be on. The application runs once all have a place."""
     fastpath_replicas: PositiveInt = 1
     """Replicas of the fast path."""
     max_fastpath_replicas: NonNegativeInt = 0
     """Above fastpath_replicas: Serve adds replicas by load, and removes them again."""
     target_ongoing_requests: PositiveFloat = 16.0
     """Requests per replica that this scaling aims at."""
+    upscale_delay_s: NonNegativeFloat = 30.0
+    """It adds replicas after so many seconds in which there were more requests."""
+    downscale_delay_s: NonNegativeFloat = 600.0
+    """It removes replicas after so many seconds in which fewer would have done: each must load the model when
+    it is needed again."""
     verifiers: NonNegativeInt = 1
     """Verifiers. 0: deterministic requests are refused."""
     max_verifiers: NonNegativeInt = 0

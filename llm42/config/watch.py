@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from llm42.config.section import Section
 
@@ -21,6 +21,9 @@ class WatchSettings(Section):
     """The same for the supervisor, as each replica sees it."""
     supervisor_start_s: PositiveFloat = 120.0
     """The same before the supervisor has answered that replica at all."""
+    drain_check_s: NonNegativeFloat = 1.0
+    """How often the supervisor looks for nodes that Ray drains: their verifiers give their work to successors
+    elsewhere and end. 0: never; they then end with their node."""
     lease_s: PositiveFloat = Field(
         30.0,
         description="A verifier that nobody asks how it is for so long ends itself; a supervisor after half"

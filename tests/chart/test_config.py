@@ -25,6 +25,10 @@ DIFFERENCES: dict[str, Any] = {
     "verifier.certificate_dir": "/var/cache/llm42/certificates",
     # a pod sees all cores of its node, so half of them (0) would be wrong
     "engine.threads": 1,
+    # one of each a pod, whatever number of pods there is
+    "engine.resources.llm42_fast_path": 1,
+    "verifier.resources.llm42_verifier": 1,
+    "server.ingress_resources.llm42_ingress": 1,
 }
 """All that the CPU demonstration's settings have of their own, with the value."""
 
@@ -45,7 +49,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.usefixtures("shipped_defaults")
 def test_the_demonstration_is_serve_config_yaml(example: Path | None) -> None:
     ours, theirs = settings(helm.serve_config(helm.render(example))), settings(FILE)
-    assert {k: v for k, v in ours.items() if v != theirs[k]} == DIFFERENCES
+    assert {k: v for k, v in ours.items() if v != theirs.get(k)} == DIFFERENCES
 
 
 def test_apart_from_the_settings_too() -> None:
@@ -61,7 +65,7 @@ def test_apart_from_the_settings_too() -> None:
 def test_a_setting_that_differs_is_noticed() -> None:
     rendered = helm.render(helm.example("cpu-demo"), values="config: {session: {lookahead: 256}}")
     ours, theirs = settings(helm.serve_config(rendered)), settings(FILE)
-    assert {k for k, v in ours.items() if v != theirs[k]} == {*DIFFERENCES, "session.lookahead"}
+    assert {k for k, v in ours.items() if v != theirs.get(k)} == {*DIFFERENCES, "session.lookahead"}
 
 
 def test_settings_are_passed_through_without_knowing_them(tmp_path: Path) -> None:
@@ -98,10 +102,11 @@ def test_there_are_as_many_processes_as_places() -> None:
         args = helm.serve_config(helm.render(helm.example(example)))["applications"][0]["args"]
         return dict(args["server"])
 
-    assert server("gpu-colocated") == {"ingress_replicas": 1, "fastpath_replicas": 1, "verifiers": 1}
-    assert server("multi-node") == {"ingress_replicas": 3, "fastpath_replicas": 1, "verifiers": 1}
-    assert server("gpu-4-plus-1") == {
-        "ingress_replicas": 5,
+    one = {"ingress_resources": {"llm42_ingress": 1}}
+    assert server("gpu-colocated") == one | {"ingress_replicas": 1, "fastpath_replicas": 1, "verifiers": 1}
+    assert server("multi-node") == one | {"ingress_replicas": 2, "fastpath_replicas": 1, "verifiers": 1}
+    assert server("gpu-4-plus-1") == one | {
+        "ingress_replicas": 4,
         "fastpath_replicas": 4,
         "max_fastpath_replicas": 8,
         "target_ongoing_requests": 64,
@@ -162,7 +167,39 @@ def test_colocated_roles_fit_one_pod_together() -> None:
     pods, (fast, verifier) = announced("gpu-colocated"), demands("gpu-colocated")
     both = {name: fast.get(name, 0) + verifier.get(name, 0) for name in {*fast, *verifier}}
     assert fits(both, pods["fast-path"])
-    assert not fits({"GPU": both["GPU"] + verifier["GPU"]}, pods["fast-path"]), "and no second verifier"
+    for role in (fast, verifier):
+        more = {name: both[name] + role.get(name, 0) for name in both}
+        assert not fits(more, pods["fast-path"]), "one of each a pod"
+        without = {name: amount for name, amount in role.items() if not name.startswith("llm42_")}
+        assert fits(without, {**pods["fast-path"], "GPU": 1}), "the control: the GPU alone would not say so"
+
+
+@pytest.mark.parametrize("example", ["cpu-demo", "locked-down"])
+def test_without_gpus_it_is_one_of_each_a_pod_too(example: str) -> None:
+    pods, (fast, verifier) = announced(example), demands(example)
+    assert fits({**fast, **verifier}, pods["fast-path"])
+    for role in (fast, verifier):
+        assert not fits({name: 2 * amount for name, amount in role.items() if amount}, pods["fast-path"])
+
+
+@pytest.mark.parametrize("example", helm.EXAMPLES, ids=lambda e: e.stem)
+def test_ingresses_wait_for_no_verifier(example: Path) -> None:
+    """Serve's application runs once all of them have a place."""
+    if example.stem == "two-models":
+        return
+    pods = announced(example.stem)
+    args = helm.serve_config(helm.render(example))["applications"][0]["args"]
+    place = args["server"]["ingress_resources"]
+    assert fits(place, pods["fast-path"])
+    assert not fits({name: 2 * amount for name, amount in place.items()}, pods["fast-path"])
+    if "verifier" not in pods:
+        return
+    assert not fits(place, pods["verifier"])
+    told = helm.render(example, values="verifier: {ingress: true}")
+    args, all_of = helm.serve_config(told)["applications"][0]["args"], helm.service(told)["rayClusterConfig"]
+    least = sum(g["minReplicas"] * g.get("numOfHosts", 1) for g in all_of["workerGroupSpecs"])
+    assert args["server"]["ingress_replicas"] == least
+    assert all("llm42_ingress" in g["rayStartParams"]["resources"] for g in all_of["workerGroupSpecs"])
 
 
 def test_a_replica_across_nodes_takes_no_gpu_of_a_verifier() -> None:

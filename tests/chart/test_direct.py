@@ -62,9 +62,18 @@ def test_the_head_asks_nobody_what_cloud_it_is_in() -> None:
         env = {e["name"]: e.get("value") for e in ray["env"]}
         file = f"{env['HOME']}/ray_bootstrap_config.yaml"
         assert (file in places) is (component == "head")
+        if component == "head":
+            assert bootstrap_config(template, places[file]) == {}
         assert env["RAY_USAGE_STATS_REPORT_URL"].startswith("http://127.0.0.1:")
-    data = helm.one(rendered, "ConfigMap", "-scripts")["data"]
-    assert yaml.safe_load(data["ray_bootstrap_config.yaml"]) == {}
+
+
+def bootstrap_config(head: dict[str, Any], mount: dict[str, Any]) -> Any:
+    """What the mounted file holds: an annotation of the pod."""
+    (volume,) = [v for v in head["spec"]["volumes"] if v["name"] == mount["name"]]
+    (item,) = volume["downwardAPI"]["items"]
+    assert item["path"] == mount["subPath"]
+    name = item["fieldRef"]["fieldPath"].removeprefix("metadata.annotations['").removesuffix("']")
+    return yaml.safe_load(head["metadata"]["annotations"][name])
 
 
 def test_rays_usage_module_is_content_with_that_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +91,8 @@ def test_rays_usage_module_is_content_with_that_file(tmp_path: Any, monkeypatch:
     usage_lib.get_cluster_config_to_report(str(file))
     assert any("169.254.169.254" in url for url in asked)
     asked.clear()
-    file.write_text((helm.CHART / "files" / "ray_bootstrap_config.yaml").read_text())
+    head = helm.pod_templates(helm.render())["head"]
+    file.write_text(head["metadata"]["annotations"]["llm42/ray-bootstrap-config"])
     usage_lib.get_cluster_config_to_report(str(file))
     assert asked == []
 

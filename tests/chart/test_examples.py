@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,21 @@ from tests.chart import helm, schemas
 CASES = (None, *helm.EXAMPLES)
 NAMES = ["defaults", *(e.stem for e in helm.EXAMPLES)]
 every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
-GATEWAY = "HTTPRoute"
-"""No schema of the Gateway API is to be had from a package: test_templates.py looks at its fields."""
+with_several = pytest.mark.parametrize("case", [*CASES, helm.SEVERAL], ids=[*NAMES, helm.SEVERAL.stem])
 
 
-@every_case
+@with_several
 def test_lint(case: Path | None) -> None:
     done = helm.run("lint", helm.CHART, "--strict", *(["-f", case] if case else []))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@every_case
+@with_several
 def test_every_object_is_valid(case: Path | None) -> None:
     manifests = helm.render(case)
     assert {"RayService", "ConfigMap"} <= {m.kind for m in manifests}
     for manifest in manifests:
-        if manifest.kind in ("PodMonitor", "PrometheusRule"):
-            schemas.check_prometheus(manifest.body)
-        elif manifest.kind not in ("RayService", GATEWAY):
-            schemas.check_core(manifest.body)
+        schemas.check(manifest.body)
 
 
 @every_case
@@ -47,14 +44,15 @@ def test_the_ray_service_fits_kuberays_crd(case: Path | None) -> None:
     schemas.check_ray_service(helm.one(helm.render(case), "RayService"))
 
 
-@every_case
+@with_several
 def test_names_and_namespace(case: Path | None) -> None:
     bodies = [m.body for m in helm.render(case)]
     assert {b["metadata"]["namespace"] for b in bodies} == {"serving"}
     keys = [(b["kind"], b["metadata"]["name"]) for b in bodies]
     assert len(set(keys)) == len(keys), "two objects of one name"
     for body in bodies:
-        assert body["metadata"]["labels"]["app.kubernetes.io/instance"] == helm.RELEASE
+        release = body["metadata"]["labels"]["app.kubernetes.io/instance"]
+        assert release.startswith(helm.RELEASE) if case == helm.SEVERAL else release == helm.RELEASE
 
 
 def test_every_template_is_rendered_by_some_example() -> None:
@@ -111,10 +109,39 @@ def test_the_crd_check_can_fail(change: str, complaint: str) -> None:
         schemas.check_ray_service(broken(change))
 
 
-def test_the_other_checks_can_fail() -> None:
-    budget = helm.one(helm.render(helm.example("locked-down")), "PodDisruptionBudget")
-    with pytest.raises(kubernetes_validate.ValidationError):
-        schemas.check_core(budget | {"spec": budget["spec"] | {"minAvailible": 1}})
-    monitor = helm.one(helm.render(helm.example("locked-down")), "PodMonitor")
-    with pytest.raises(AssertionError, match="unknown fields"):
-        schemas.check_prometheus(monitor | {"spec": monitor["spec"] | {"endpoints": []}})
+MISSPELT = [
+    ("PodDisruptionBudget", ("spec", "minAvailible")),
+    ("NetworkPolicy", ("spec", "egres")),
+    ("Ingress", ("spec", "ingressClass")),
+    ("PodMonitor", ("spec", "podMetricsEndpoint")),
+    ("PrometheusRule", ("spec", "group")),
+    ("ServiceMonitor", ("spec", "endpoints", 0, "scrapeTimeOut")),
+    ("Service", ("spec", "ports", 0, "targetport")),
+    ("HTTPRoute", ("spec", "rules", 0, "timeouts", "backend")),
+    ("Job", ("spec", "template", "spec", "containers", 0, "resource")),
+    ("PersistentVolumeClaim", ("spec", "storageClass")),
+    ("ServiceAccount", ("automountToken",)),
+    ("ConfigMap", ("datum",)),
+    ("Secret", ("stringDatum",)),
+    ("RayService", ("spec", "serveConfigV3")),
+]
+
+
+def test_the_examples_render_every_kind_that_is_checked() -> None:
+    kinds = {m.kind for case in CASES for m in helm.render(case)}
+    assert kinds == {kind for kind, _ in MISSPELT}
+
+
+@pytest.mark.parametrize(("kind", "path"), MISSPELT, ids=[kind for kind, _ in MISSPELT])
+def test_a_misspelt_field_is_found(kind: str, path: tuple[str | int, ...]) -> None:
+    if kind == "RayService" and not schemas.crd_there():
+        pytest.skip(f"KubeRay's CRD is not at {schemas.CRD}")
+    body = next(m.body for case in CASES for m in helm.render(case) if m.kind == kind)
+    schemas.check(body)
+    wrong = copy.deepcopy(body)
+    place: Any = wrong
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = "5s"
+    with pytest.raises((kubernetes_validate.ValidationError, AssertionError, ValueError)):
+        schemas.check(wrong)

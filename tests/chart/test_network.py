@@ -79,7 +79,7 @@ def test_nobody_else_reaches_rays_and_haproxys_ports(locked: tuple[helm.Manifest
         ("clients", "head", set()),
         ("prometheus", "fast-path", {8080, 9101, 44217, 44227}),
         ("prometheus", "head", {8080, 9101, 44217, 44227}),
-        ("operator", "head", {8000, 8265}),
+        ("operator", "head", {8265}),
         ("operator", "fast-path", set()),
         (None, "fast-path", set()),
     ],
@@ -110,13 +110,48 @@ def test_egress_is_what_the_pods_need(locked: tuple[helm.Manifest, ...]) -> None
     inside, names, redis = egress(locked)
     assert inside == {"to": [peers(locked)["own"]]}
     assert {(p["protocol"], p["port"]) for p in names["ports"]} == {("UDP", 53), ("TCP", 53)}
+    assert names["to"][0]["podSelector"] == {"matchLabels": {"k8s-app": "kube-dns"}}
+    anywhere = egress(helm.render(LOCKED, values="networkPolicy: {egress: {dns: []}}"))[1]
+    assert set(anywhere) == {"ports"}
     assert redis["ports"] == [{"protocol": "TCP", "port": 6379}]
-    scaling = egress(helm.render(LOCKED, values="fastPath: {autoscaling: {enabled: true}}"))
-    assert [p["port"] for p in scaling[-1]["ports"]] == [443, 6443], (
-        "Ray's autoscaler asks the Kubernetes API"
-    )
     extra = "networkPolicy: {egress: {extra: [{to: [{ipBlock: {cidr: 10.0.0.0/8}}]}]}}"
     assert egress(helm.render(LOCKED, values=extra))[-1] == {"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+
+
+API = "networkPolicy: {egress: {kubernetesApi: [{ipBlock: {cidr: 10.1.0.1/32}}]}}"
+SCALES = "fastPath: {autoscaling: {enabled: true}}"
+
+
+def test_only_the_head_reaches_the_kubernetes_api() -> None:
+    scaled = helm.render(LOCKED, values=f"{API}\n{SCALES}")
+    policy = helm.one(scaled, "NetworkPolicy", "-api")["spec"]
+    assert policy["policyTypes"] == ["Egress"]
+    (rule,) = policy["egress"]
+    assert rule["to"] == [{"ipBlock": {"cidr": "10.1.0.1/32"}}]
+    assert [p["port"] for p in rule["ports"]] == [443, 6443], "Ray's autoscaler asks it"
+    labels = {c: t["metadata"]["labels"] for c, t in helm.pod_templates(scaled).items()}
+    assert {c for c in labels if selects(policy["podSelector"], labels[c])} == {"head"}
+    for rule in egress(scaled):
+        assert 443 not in [p["port"] for p in rule.get("ports", [])], "nobody else's policy has it"
+    assert not any(m.body["metadata"]["name"].endswith("-api") for m in helm.render(LOCKED, values=API))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (SCALES, "networkPolicy.egress.kubernetesApi"),
+        ("config: {telemetry: {traces: otlp}}", "allow the way to the collector"),
+        (
+            f"model: {{source: huggingface, path: '', huggingface: {{repo: a/b, revision: '{0:040x}'}}}}",
+            "allow the way to the Hub",
+        ),
+    ],
+)
+def test_a_way_out_that_pods_need_and_do_not_have_is_refused(values: str, message: str) -> None:
+    assert message in helm.refusal(values, LOCKED)
+    peer = "[{ipBlock: {cidr: 10.0.0.0/8}}]"
+    out = f"networkPolicy: {{egress: {{extra: [{{to: {peer}}}], kubernetesApi: {peer}}}}}"
+    assert helm.render(LOCKED, values=f"{values}\n{out}")
 
 
 def test_haproxy_asks_for_a_policy() -> None:

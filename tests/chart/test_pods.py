@@ -37,16 +37,6 @@ def test_workers_are_ready_when_the_script_says_so() -> None:
         assert helm.serve_config(rendered)["http_options"]["port"] == 8123
 
 
-def test_pods_drain_as_long_as_serve_does() -> None:
-    from llm42.config import Settings
-
-    for values, seconds in (("", Settings().server.drain_s), ("config: {server: {drain_s: 7.5}}", 7.5)):
-        for template in helm.pod_templates(helm.render(values=values)).values():
-            slept = int(container(template)["lifecycle"]["preStop"]["exec"]["command"][1])
-            assert seconds <= slept < seconds + 1
-            assert template["spec"]["terminationGracePeriodSeconds"] > slept
-
-
 def test_common_and_role_are_joined() -> None:
     values = """
 common:
@@ -86,10 +76,26 @@ fastPath:
     assert groups[0]["rayStartParams"]["object-store-memory"] == "2"
 
 
+def test_vllms_sampler_that_needs_nvcc_is_off_and_can_be_switched_on() -> None:
+    for values, expected in (
+        ("", "0"),
+        ('fastPath: {env: [{name: VLLM_USE_FLASHINFER_SAMPLER, value: "1"}]}', "1"),
+    ):
+        env = container(helm.pod_templates(helm.render(values=values))["fast-path"])["env"]
+        assert {e["name"]: e.get("value") for e in env}["VLLM_USE_FLASHINFER_SAMPLER"] == expected
+
+
 def test_spread_uses_the_groups_own_labels_unless_told_otherwise() -> None:
     for component, template in helm.pod_templates(helm.render(PLUS_ONE)).items():
-        (spread,) = template["spec"]["topologySpreadConstraints"]
-        assert spread["labelSelector"]["matchLabels"] == SELECTOR | {"app.kubernetes.io/component": component}
+        zone, host = template["spec"]["topologySpreadConstraints"]
+        assert [zone["topologyKey"], host["topologyKey"]] == [
+            "topology.kubernetes.io/zone",
+            "kubernetes.io/hostname",
+        ]
+        for spread in (zone, host):
+            assert spread["labelSelector"]["matchLabels"] == SELECTOR | {
+                "app.kubernetes.io/component": component
+            }
     own = (
         "common: {topologySpreadConstraints: [{maxSkew: 1, topologyKey: z, whenUnsatisfiable: DoNotSchedule,"
     )
@@ -135,7 +141,7 @@ def test_the_model_comes_from_a_claim_or_the_node() -> None:
 
 
 def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
-    rendered = helm.render(PLUS_ONE)
+    rendered = helm.render(PLUS_ONE, values="model: {huggingface: {job: {enabled: false}}}")
     args = helm.serve_config(rendered)["applications"][0]["args"]
     templates = helm.pod_templates(rendered)
     assert "initContainers" not in templates["head"]["spec"]
@@ -150,7 +156,8 @@ def test_the_model_comes_from_hugging_face_at_a_commit() -> None:
 
 
 def test_security_contexts_reach_every_container() -> None:
-    scaled = helm.render(LOCKED, values="fastPath: {autoscaling: {enabled: true}}")
+    api = "networkPolicy: {egress: {kubernetesApi: [{ipBlock: {cidr: 10.1.0.1/32}}]}}"
+    scaled = helm.render(LOCKED, values=f"fastPath: {{autoscaling: {{enabled: true}}}}\n{api}")
     autoscaler = helm.service(scaled)["rayClusterConfig"]["autoscalerOptions"]
     contexts = [autoscaler["securityContext"]]
     for template in helm.pod_templates(scaled).values():
@@ -159,11 +166,14 @@ def test_security_contexts_reach_every_container() -> None:
         contexts += [c["securityContext"] for c in template["spec"]["containers"]]
         written = {m["mountPath"] for m in container(template)["volumeMounts"] if not m.get("readOnly")}
         assert {"/tmp", "/home/llm42", "/var/cache/llm42"} <= written, "where a read-only root needs room"
+    read_only = "containerSecurityContext: {readOnlyRootFilesystem: true}"
     contexts += [
         c["securityContext"]
-        for t in helm.pod_templates(helm.render(PLUS_ONE, values=LOCKED.read_text())).values()
+        for t in helm.pod_templates(helm.render(PLUS_ONE, values=read_only)).values()
         for c in t["spec"].get("initContainers", [])
     ]
+    job = helm.one(helm.render(PLUS_ONE, values=read_only), "Job")["spec"]["template"]["spec"]
+    contexts += [c["securityContext"] for c in job["containers"]]
     assert len(contexts) > 3
     for context in contexts:
         assert context["readOnlyRootFilesystem"] is True
@@ -234,7 +244,10 @@ def test_other_settings_are_updated_in_place(values: str) -> None:
 
 
 def test_incremental_upgrades() -> None:
-    values = "upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: istio}}"
+    values = """
+upgrade: {strategy: NewClusterWithIncrementalUpgrade, incremental: {gatewayClassName: istio}}
+fastPath: {autoscaling: {enabled: true, maxReplicas: 1}}
+"""
     strategy = helm.service(helm.render(values=values))["upgradeStrategy"]
     assert strategy["clusterUpgradeOptions"]["gatewayClassName"] == "istio"
     assert helm.service(helm.render())["upgradeStrategy"] == {"type": "NewCluster"}

@@ -14,6 +14,7 @@ import yaml
 from benchmarks.lib.prometheus import RULES, Prometheus, filled_in, panels
 from llm42.config.serve_file import APP_NAME
 from tests.metrics.conftest import CORRUPT_SHARE, PLANTED, REQUESTS, TOKENS, Traffic, settled
+from tests.metrics.test_runbook import blocks, runbook
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 ALERT = re.compile(r"(?P<left>.+) (?P<compare>>|<|==) (?P<right>[\d.]+)")
@@ -68,6 +69,12 @@ def test_every_rule_has_data(prometheus: Prometheus) -> None:
             assert set(answers) <= {0.0, 1.0}
 
 
+def test_the_queries_of_the_runbook_have_data(prometheus: Prometheus) -> None:
+    queries = list(blocks(runbook(), "promql"))
+    assert len(queries) >= 6
+    assert [query for query in queries if not finite(prometheus, query)] == []
+
+
 def test_the_counters_are_what_the_replies_say(
     traffic: Traffic, after_the_load: dict[str, dict[str, float]]
 ) -> None:
@@ -77,6 +84,25 @@ def test_the_counters_are_what_the_replies_say(
         assert counted == replies, name
         assert replies["rollbacks"] > 0
     assert traffic.replies[PLANTED]["verified_tokens"] == REQUESTS[PLANTED] * TOKENS
+
+
+def test_no_replica_is_missing_and_every_request_has_waited(
+    prometheus: Prometheus, after_the_load: dict[str, dict[str, float]]
+) -> None:
+    missing = {s.labels["application"]: s.value for s in prometheus.query("llm42:replicas_missing:count")}
+    wanted = prometheus.query("max by (application) (ray_llm42_replicas_wanted)")
+    assert missing == {APP_NAME: 0.0, PLANTED: 0.0}
+    assert {s.labels["application"]: s.value for s in wanted} == {APP_NAME: 2.0, PLANTED: 1.0}
+    waits = prometheus.query("sum by (application, mode) (ray_llm42_queue_seconds_count)")
+    ended = prometheus.query("sum by (application, mode) (ray_llm42_requests_total)")
+    by_class = {(s.labels["application"], s.labels["mode"]): s.value for s in ended}
+    waited = {(s.labels["application"], s.labels["mode"]): s.value for s in waits}
+    assert {k: n for k, n in waited.items() if k[0] == PLANTED} == {
+        k: n for k, n in by_class.items() if k[0] == PLANTED
+    }
+    # of the others some were refused before they waited, where other tests ran beforehand
+    assert all(count <= by_class[of] for of, count in waited.items())
+    assert waited[APP_NAME, "deterministic"] > 0
 
 
 def test_the_rollback_rate_is_that_of_the_replies(prometheus: Prometheus, traffic: Traffic) -> None:
@@ -90,8 +116,8 @@ def test_the_rollback_rate_is_that_of_the_replies(prometheus: Prometheus, traffi
     # differ in that, by a percent, or by several where scrapes are late. The counts themselves are compared
     # exactly, above.
     assert finite(prometheus, expression) == [pytest.approx(expected, rel=0.1)]
-    other = traffic.replies[APP_NAME]
-    assert other["rollbacks"] / other["verified_tokens"] != pytest.approx(expected, rel=0.1), "a control"
+    wrong = expression.replace("rollbacks_total", "rolled_back_tokens_total")
+    assert finite(prometheus, wrong) != [pytest.approx(expected, rel=0.1)], "the control"
 
 
 def test_a_planted_mismatch_shows_as_such(prometheus: Prometheus, traffic: Traffic) -> None:

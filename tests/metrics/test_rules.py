@@ -21,6 +21,7 @@ from tests.support import sweep
 
 ROOT = Path(__file__).parents[2]
 CASES = Path(__file__).parent / "rules.test.yaml"
+DAYS = Path(__file__).parent / "days.test.yaml"
 
 
 @pytest.fixture
@@ -36,20 +37,21 @@ def run(promtool: str, *arguments: str | Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def changed(directory: Path, old: str, new: str) -> Path:
+def changed(directory: Path, old: str, new: str) -> list[Path]:
     """The cases over rules in which `old` has become `new`."""
     text = RULES.read_text()
     assert old in text
     (directory / "rules.yaml").write_text(text.replace(old, new))
-    cases = yaml.safe_load(CASES.read_text()) | {"rule_files": ["rules.yaml"]}
-    (directory / "cases.yaml").write_text(yaml.safe_dump(cases))
-    return directory / "cases.yaml"
+    for file in (CASES, DAYS):
+        cases = yaml.safe_load(file.read_text()) | {"rule_files": ["rules.yaml"]}
+        (directory / file.name).write_text(yaml.safe_dump(cases))
+    return [directory / file.name for file in (CASES, DAYS)]
 
 
 def test_the_rules_do_what_their_cases_say(promtool: str) -> None:
     checked = run(promtool, "check", "rules", RULES)
     assert checked.returncode == 0, checked.stderr
-    tested = run(promtool, "test", "rules", CASES)
+    tested = run(promtool, "test", "rules", CASES, DAYS)
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
@@ -69,17 +71,29 @@ def test_the_rules_do_what_their_cases_say(promtool: str) -> None:
             ("or on () vector(0)", ""),
             ("_ready:max\n        expr: max by", "_ready:max\n        expr: min by"),
             ("(ray_llm42_fastpath_devices)", "(ray_llm42_verifier_devices)"),
+            ("missing:count[15m]) > 0.5", "missing:count[15m]) > 0.9"),
+            ("or 0 * max by", "or 2 * max by"),
+            ("ingresses:count == 0", "ingresses:count == 1"),
+            ('{state="failed"}', '{state="starting"}'),
+            ("failed:count > 0", "failed:count > 1"),
+            ("offset 1d", "offset 2d"),
+            ("fingerprints_new:count > 0", "fingerprints_new:count >= 0"),
+            ("p99_rate5m > 30", "p99_rate5m > 900"),
+            ("p99_rate5m > 10", "p99_rate5m > 30"),
+            ("kv_used:ratio > 0.95", "kv_used:ratio > 0.4"),
+            ("kv_held:ratio > 0.95", "kv_held:ratio > 0.8"),
         ],
         quick=[("increase1h > 0", "increase1h > 1"), ("for: 15m", "for: 5m"), ("max == 0", "max < 2")],
     ),
 )
 def test_a_wrong_rule_is_noticed(promtool: str, tmp_path: Path, old: str, new: str) -> None:
-    tested = run(promtool, "test", "rules", changed(tmp_path, old, new))
+    tested = run(promtool, "test", "rules", *changed(tmp_path, old, new))
     assert tested.returncode != 0, "the cases do not see the difference"
 
 
 def test_every_alert_has_cases_both_ways_and_a_runbook() -> None:
-    cases = [c for t in yaml.safe_load(CASES.read_text())["tests"] for c in t.get("alert_rule_test", [])]
+    tests = [t for file in (CASES, DAYS) for t in yaml.safe_load(file.read_text())["tests"]]
+    cases = [c for t in tests for c in t.get("alert_rule_test", [])]
     page = (ROOT / "docs" / "operations.md").read_text()
     headings = {h.lower() for h in re.findall(r"^### (\w+)$", page, re.MULTILINE)}
     alerts = [r for g in yaml.safe_load(RULES.read_text())["groups"] for r in g["rules"] if "alert" in r]
@@ -122,7 +136,7 @@ def test_the_committed_dashboard_is_what_its_file_generates(
 def test_the_dashboard_has_its_variables_and_no_fixed_source() -> None:
     document = json.loads(DASHBOARD.read_text())
     assert [v["name"] for v in document["templating"]["list"]] == [
-        "datasource", "namespace", "release", "application", "model",
+        "datasource", "cluster", "namespace", "release", "application", "model",
     ]  # fmt: skip
     source = {"type": "prometheus", "uid": "${datasource}"}
     for panel in panels():

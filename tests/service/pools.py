@@ -99,7 +99,7 @@ class Published:
         self.membership, self._pool, self._status, self.asked = self, pool, status, 0
         self.age_s = 0.0
 
-    async def remote(self) -> Membership:
+    async def remote(self, node: str = "") -> Membership:
         self.asked += 1
         members = [
             MemberInfo(m.name, m.actor_id, self._status or m.status, self.age_s) for m in self._pool.members
@@ -108,21 +108,21 @@ class Published:
 
 
 def returns(value: Any) -> Any:
-    async def call() -> Any:
+    async def call(*_: Any) -> Any:
         return value
 
     return call
 
 
 def hangs() -> Any:
-    async def call() -> Any:
+    async def call(*_: Any) -> Any:
         await asyncio.Event().wait()
 
     return call
 
 
 def raises(error: Exception) -> Any:
-    async def call() -> Any:
+    async def call(*_: Any) -> Any:
         raise error
 
     return call

@@ -43,7 +43,7 @@ class Scripted:
     async def verify_cold(self, windows: Sequence[Window]) -> list[Commit | Failure]:
         return [Failure(w.request_id, "scripted", "no verifier here") for w in windows]
 
-    async def status(self) -> Status:
+    async def status(self, near: bool = False) -> Status:
         return Status(serving=True)
 
 

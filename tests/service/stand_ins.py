@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from llm42.config import Settings
 from llm42.protocol import Commit, TokenLogprob, Window
-from llm42_serve.verifiers import supervisor
+from llm42_serve.verifiers import leaving, supervisor
 from llm42_serve.verifiers.actor import State, VerifierStatus
 from llm42_serve.verifiers.supervisor import Supervisor
 from tests.support import until
@@ -42,7 +42,7 @@ class Actor:
         self.name, self.fingerprint, self.dead, self.off = name, fingerprint, False, 0.0
         self.healthy, self.windows, self.queue_s, self.waiting = True, 0, 0.0, 0
         self.state: State = "ready"
-        self.asked = 0
+        self.asked, self.node = 0, "node"
         self.work: dict[str, Any] = {}
         """What else it says of itself."""
         self.broken: Exception | None = None
@@ -66,7 +66,8 @@ class Actor:
 
     def said(self) -> VerifierStatus:
         counters = (self.windows, self.queue_s, self.waiting, 0)
-        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters, **self.work)
+        node = "" if self.state == "starting" else self.node
+        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters, node, **self.work)
 
     def _verify_cold(self, windows: list[Window]) -> list[Commit]:
         return [answer(w, self.off, self.fingerprint) for w in windows]
@@ -84,16 +85,30 @@ class Cluster:
         self.actors: dict[str, Actor] = {}
         self.created = self.killed = 0
         self.fingerprints: dict[str, str] = {}
+        self.draining: dict[str, float] = {}
+        """Seconds left, by node."""
+        self.nodes: Iterator[str] = itertools.repeat("node")
+        """Where the next actors come to be."""
+        self.first_state: State = "ready"
+        """What the next actors are at first."""
         monkeypatch.setattr(supervisor, "get_or_create_verifier", self.get_or_create)
         monkeypatch.setattr(supervisor, "get_actor", self.get)
+        monkeypatch.setattr(supervisor, "existing_verifiers", self.existing)
+        monkeypatch.setattr(leaving, "draining_nodes", lambda: dict(self.draining))
+        monkeypatch.setattr(leaving, "NEWS_S", 0.02)
+        monkeypatch.setattr(leaving, "LOOK_S", 0.01)
         monkeypatch.setattr("ray.kill", self.kill)
         monkeypatch.setattr(supervisor, "WATCH_S", 0.01)
 
     def get_or_create(self, name: str, *_: Any) -> Actor:
         if name not in self.actors or self.actors[name].dead:
             self.created += 1
-            self.actors[name] = Actor(name, self.fingerprints.get(name, "a"))
+            made = self.actors[name] = Actor(name, self.fingerprints.get(name, "a"))
+            made.node, made.state = next(self.nodes), self.first_state
         return self.actors[name]
+
+    def existing(self, *_: Any) -> set[int]:
+        return {int(name.split("-")[-1]) for name, actor in self.actors.items() if not actor.dead}
 
     def get(self, name: str) -> Actor:
         if name not in self.actors or self.actors[name].dead:

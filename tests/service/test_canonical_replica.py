@@ -170,6 +170,20 @@ async def test_with_no_verifier_ready_nothing_is_answered(
         assert (health.status_code, health.json()["status"]) == (503, "unavailable")
 
 
+async def test_a_gateway_sees_the_kv_of_who_decodes(alone: Layout, beside: Layout) -> None:
+    """And as running, who has a place."""
+    for layout, total in ((alone, 8192), (beside, beside.settings.engine.kv_tokens)):
+        replica: Any = layout.replica()
+        (member,) = replica._pool.members
+        member.status = replace(member.status, kv_used=512)
+        async with replica._admission.place(False), replica._admission.place(True):
+            shown = await replica.near_status()
+            assert (shown.running, shown.waiting, shown.queued) == (2, 0, 0)
+            assert (shown.kv_used, shown.kv_total) == (512 if layout is alone else 0, total)
+        assert (await replica.near_status()).running == 0
+        replica._pool.close()
+
+
 async def test_control_with_one_everything_is(alone: Layout) -> None:
     async with alone.client() as http:
         for deterministic in (True, False):

@@ -124,9 +124,32 @@ def _deployments(app: Any) -> list[Any]:
 def test_how_many_there_are_reaches_the_ingress_and_not_the_replicas() -> None:
     """A key's share and an audit's calls are parts of the whole; scaling must not restart a replica."""
     counts = {"ingress_replicas": 2, "fastpath_replicas": 4, "max_fastpath_replicas": 6}
-    ingress, fastpath = _deployments(build({"server": counts}))
+    pace = {"target_ongoing_requests": 3.0, "upscale_delay_s": 1.0, "downscale_delay_s": 2.0}
+    tree = {"server": counts | pace | {"ingress_resources": {"front": 1}}}
+    ingress, fastpath = _deployments(build(tree))
     assert {name: ingress.init_args[0]["server"][name] for name in counts} == counts
     assert fastpath.init_args == _deployments(build({}))[1].init_args
+    other = _deployments(build({"server": {"max_queued": 3}}))[1]
+    assert fastpath.init_args != other.init_args, "the control: what is a replica's business"
+
+
+def test_what_scales_is_what_is_configured() -> None:
+    """Serve's own defaults where nothing is said: what takes minutes to load is not thrown away after one."""
+    for server, delays in (({}, (30.0, 600.0)), ({"upscale_delay_s": 1, "downscale_delay_s": 0}, (1.0, 0.0))):
+        tree = {"server": {"fastpath_replicas": 2, "max_fastpath_replicas": 5, **server}}
+        scaling = _deployments(build(tree))[1]._deployment_config.autoscaling_config
+        assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
+        assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == delays
+    assert _deployments(build({}))[1]._deployment_config.autoscaling_config is None
+
+
+def test_an_ingress_is_where_its_resources_are() -> None:
+    ingress, fastpath = _deployments(build({"server": {"ingress_resources": {"front": 1}}}))
+    assert ingress.ray_actor_options["resources"] == {"front": 1}
+    assert "resources" not in fastpath.ray_actor_options
+    assert "resources" not in _deployments(build({}))[0].ray_actor_options
+    with pytest.raises(pydantic.ValidationError):
+        build({"server": {"ingress_resources": {"front": 0}}})
 
 
 @pytest.mark.parametrize(

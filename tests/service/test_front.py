@@ -21,6 +21,7 @@ from tests.service.scripted import JSON, MODEL, SETTINGS, Scripted, assert_error
 
 GETS = [
     "/health",
+    "/metrics",
     "/version",
     "/docs",
     "/openapi.json",

@@ -43,7 +43,7 @@ class Silent:
     def __init__(self) -> None:
         self.membership, self.hung = self, True
 
-    async def remote(self) -> Membership:
+    async def remote(self, node: str) -> Membership:
         if self.hung:
             await asyncio.Event().wait()
         return Membership(fingerprint="a")

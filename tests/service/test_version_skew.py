@@ -50,7 +50,7 @@ class Replica(FastPath):
     """Assembled by a test, which ends the parts."""
 
     def __init__(self) -> None:
-        pass
+        self._metrics = Metrics()
 
     def __del__(self) -> None:
         pass

@@ -248,6 +248,7 @@ USED_BY_WHAT_COUNTS = {
     *("llm42_serve/replica/admission.py", "llm42_serve/replica/spot_check.py"),
     *("llm42_serve/replica/supervisor_link.py", "llm42_serve/placement.py"),
     *("llm42_serve/replica/crowding.py", "llm42_serve/verifiers/load.py"),
+    *("llm42_serve/verifiers/watch.py", "llm42_serve/ingress/router.py"),
     *("llm42/session/policy.py", "llm42/session/ways.py", "llm42/step_times.py"),
     *("llm42/session/promises.py", "llm42/session/standing.py"),
     *("llm42/session/load.py", "llm42/session/rounds.py"),

@@ -28,3 +28,14 @@ def test_it_reaches_as_far_as_the_settings(metric: Metric) -> None:
     assert metric.buckets[-1] >= most(metric)
     assert list(metric.buckets) == sorted(set(metric.buckets))
     assert all(limit > 0 for limit in metric.buckets), "Ray keeps none of 0 or below"
+
+
+LATENCIES = [m for m in HISTOGRAMS if m.unit == "seconds" and m.name != "llm42_verifier_step_seconds"]
+"""A step that takes two minutes is ended."""
+
+
+def test_ten_minutes_are_told_from_five_and_from_thirty() -> None:
+    """Alerts and panels of waits: a quantile is found between two limits."""
+    assert len(LATENCIES) >= 6
+    for metric in LATENCIES:
+        assert {300.0, 600.0, 1800.0} <= set(metric.buckets), metric.name

@@ -23,10 +23,11 @@ from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry.logs import configure
-from llm42.telemetry.metrics import FAILOVERS, INGRESS_TASKS, Metrics, Scope
+from llm42.telemetry.metrics import FAILOVERS, INGRESS_TASKS, REPLICAS_WANTED, Metrics, Scope
 from llm42.telemetry.request_metrics import Observed, mode_of
 from llm42.telemetry.tracing import Tracer, make_tracer
 from llm42_serve.ingress.failover import Failover, ReplicaLost
+from llm42_serve.ingress.router import NEAR
 from llm42_serve.ray_metrics import RayMetrics
 
 STATUS_TIMEOUT_S = 2.0
@@ -51,6 +52,7 @@ class RayBackend:
         self._tracer, self._decode = tracer, decode
         self._generate = fastpath.options(method_name="generate", stream=True)
         self._status = fastpath.options(method_name="status")
+        self._near_status = fastpath.options(method_name=NEAR)
         self._fingerprint = fastpath.options(method_name="fingerprint")
         self._verify_cold = fastpath.options(method_name="verify_cold")
 
@@ -108,10 +110,11 @@ class RayBackend:
             raise answer
         return answer
 
-    async def status(self) -> Status:
+    async def status(self, near: bool = False) -> Status:
         """One replica's view; `serving` is false when none answers in time."""
         try:
-            status: Status = await asyncio.wait_for(self._status.remote(self._facts), STATUS_TIMEOUT_S)
+            asked = self._near_status.remote() if near else self._status.remote(self._facts)
+            status: Status = await asyncio.wait_for(asked, STATUS_TIMEOUT_S)
             return status
         except Exception as error:
             detail = f"No fast-path replica answers ({type(error).__name__}); it may still be starting."
@@ -148,4 +151,5 @@ class Ingress:
     async def _report(self) -> None:
         while True:  # Ray forgets a gauge that is not set again
             self._metrics.set(INGRESS_TASKS, len(asyncio.all_tasks()))
+            self._metrics.set(REPLICAS_WANTED, self._settings.server.fastpath_replicas)
             await asyncio.sleep(REPORT_S)

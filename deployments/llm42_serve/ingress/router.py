@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import random
 
+import ray
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
 from llm42.protocol import Request
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
+
+NEAR = "near_status"
+"""The method of which a replica of the caller's machine is asked, where it has one."""
 
 
 def ranks(prefix: tuple[int, ...], held: dict[str, int]) -> list[list[str]]:
@@ -35,6 +39,10 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         if not candidate_replicas:
             return []
         by_name = {r.replica_id.unique_id: r for r in candidate_replicas}
+        if pending_request is not None and pending_request.metadata.call_method == NEAR:
+            here = ray.get_runtime_context().get_node_id()
+            near = [r for r in candidate_replicas if r.node_id == here]
+            return [[random.choice(near or candidate_replicas)]]
         request = pending_request.args[0] if pending_request and pending_request.args else None
         if pending_request is None or not isinstance(request, Request):
             # a question about a replica's state: all of them in turn, not the idlest

@@ -4,6 +4,7 @@ canonical layout it has no engine: verifiers decode what it is asked for."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,6 +22,7 @@ from llm42.fingerprint.skew import Facts, require_agreement
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure
+from llm42.telemetry.request_metrics import mode_of
 from llm42.telemetry.tracing import make_tracer
 from llm42_serve.ingress.failover import as_loss
 from llm42_serve.ray_metrics import RayMetrics
@@ -82,8 +84,10 @@ class FastPath:
             if request.deterministic:
                 agreed = self._agreed(facts)  # should other verifiers take over: they were not compared
                 request = replace(request, fingerprint=request.fingerprint or agreed)
-            place, first = self._admission.place(request.deterministic), True
+            place, first, arrived = self._admission.place(request.deterministic), True, time.monotonic()
             async with place, aclosing(self._deltas(request)) as deltas:
+                waited_s = time.monotonic() - arrived
+                self._metrics.observe(m.QUEUE_SECONDS, waited_s, mode=mode_of(request))
                 async for delta in deltas:
                     if first or delta.finish_reason is not None:
                         delta, first = self._signed(request.request_id, delta), False
@@ -172,6 +176,17 @@ class FastPath:
             kv_total=load.kv_total,
             verifier_states=tuple(x.status.state if x.status else "unreachable" for x in members),
         )
+
+    async def near_status(self) -> Status:
+        """For a gateway that looks at this machine (/metrics). Running is who has a place and does not wait
+        for the engine; the KV is that of who decodes."""
+        status, admitted = await self.status(), sum(c.running for c in self._admission.classes.values())
+        running = max(0, admitted - status.waiting)
+        if self._settings.engine.decodes:
+            return replace(status, running=running)
+        work = [member.status for member in self._pool.ready if member.status is not None]
+        used, total = sum(w.kv_used for w in work), sum(w.kv_tokens for w in work)
+        return replace(status, running=running, kv_used=used, kv_total=total)
 
     def _load(self) -> EngineLoad:
         """What is being decoded for this replica. KV that is not an engine's is the verifiers' to report."""

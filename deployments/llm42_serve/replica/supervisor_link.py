@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from llm42.config import Settings
+from llm42_serve.verifiers.actor import node_id
 from llm42_serve.verifiers.names import DETACHED, supervisor_name
 from llm42_serve.verifiers.supervisor import Membership, Supervisor
 
@@ -38,7 +39,7 @@ class SupervisorLink:
         handle = self.handle
         try:
             async with asyncio.timeout(TIMEOUT_S):  # wait_for may swallow the end of the watch
-                found: Membership = await handle.membership.remote()
+                found: Membership = await handle.membership.remote(node_id())
         except TimeoutError:
             await self._unanswered(handle)
         except ActorDiedError:

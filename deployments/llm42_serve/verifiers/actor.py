@@ -196,9 +196,10 @@ class VerifierActor:
         self._renewed = time.monotonic()
         if self._verifier is None:
             state: State = "failed" if self._failure else "starting"
-            return VerifierStatus(state, None, self._failure or self._doing, os.getpid())
+            doing = self._failure or self._doing
+            return VerifierStatus(state, None, doing, os.getpid(), node=node_id())
         if lost := _lost(self._verifier):
-            return VerifierStatus("failed", None, lost, os.getpid())
+            return VerifierStatus("failed", None, lost, os.getpid(), node=node_id())
         self._verifier.forget_idle(self._settings.verifier.idle_s)
         if self._boxes is not None:
             self._boxes.forget_silent(self._settings.verifier.idle_s)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util import list_named_actors
 
 from llm42.config import Settings
 from llm42.fingerprint.request import process_facts
@@ -78,3 +81,23 @@ def get_or_create_verifier(name: str, settings: Settings, model_identity: str) -
 def get_actor(name: str) -> Any:
     """The handle of a named actor. Raises ValueError when there is none."""
     return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def existing_verifiers(settings: Settings, model_identity: str) -> set[int]:
+    """Numbers of the pool's verifiers that there are, whoever has created them. Blocks like get_actor."""
+    prefix = f"verifier-{pool_digest(settings, model_identity)}-"
+    names = (a["name"] for a in list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE)
+    numbers = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return {int(number) for number in numbers if number.isdecimal()}
+
+
+def draining_nodes() -> dict[str, float]:
+    """Seconds left, by node, of those that Ray is draining; infinity where nobody has set an end. Blocks like
+    get_actor. Raises AttributeError or ImportError with a Ray that does not say it."""
+    from ray._private.state import state  # Ray 2.60 has no public way
+
+    now = time.time()
+    return {
+        str(node): max(0.0, until_ms / 1000 - now) if until_ms else math.inf
+        for node, until_ms in state.get_draining_nodes().items()
+    }

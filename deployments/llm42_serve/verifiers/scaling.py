@@ -31,11 +31,15 @@ class Scaler:
         self.most = max(self.least, self.most)
         self.wanted = self.least
 
+    def adopt(self, count: int) -> None:
+        """So many are there already, of a predecessor that wanted them."""
+        self.wanted = min(max(self.wanted, count), self.most)
+
     def look(
         self, now: float, ready: Sequence[Work], left: Sequence[Work], queue_s: float = 0.0, coming: int = 0
     ) -> int:
-        """One look. ready: the verifiers that can answer; left: those of them that would be left if the last
-        wanted one were given up; queue_s: mean time that windows waited since the last look; coming: wanted
+        """One look. ready: the verifiers that can answer; left: those of them that would be left if one
+        were given up; queue_s: mean time that windows waited since the last look; coming: wanted
         verifiers that are starting. Returns how many are wanted."""
         if coming:  # while one is missing, so is what it would be asked for, and others have its work
             self._changed, self._high, self._quiet_since = now, 0, None

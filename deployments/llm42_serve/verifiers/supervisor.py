@@ -27,9 +27,16 @@ from llm42.protocol import across_releases
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure, event
 from llm42_serve.ray_metrics import actor_metrics
-from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.actor import VerifierStatus, node_id
+from llm42_serve.verifiers.leaving import DrainWatch, end_softly
 from llm42_serve.verifiers.load import Limits
-from llm42_serve.verifiers.names import get_actor, get_or_create_verifier, verifier_names
+from llm42_serve.verifiers.names import (
+    existing_verifiers,
+    get_actor,
+    get_or_create_verifier,
+    verifier_names,
+)
+from llm42_serve.verifiers.roster import Roster
 from llm42_serve.verifiers.scaling import Scaler
 from llm42_serve.verifiers.watch import Watched
 
@@ -45,6 +52,8 @@ START_FAILED = (RuntimeEnvSetupError, ActorUnschedulableError)
 """Ray's words for an actor that never came to be; it is dead, but these are no RayActorErrors."""
 START_PAUSE_S = 10.0
 """Between such a start and the next one."""
+HOST_S = 15.0
+"""A node from which no replica has asked for so long has none."""
 CONDEMNED_PAUSE_S = 10.0
 """A condemned verifier is created anew after this time, doubled with each further one of its name."""
 
@@ -79,13 +88,15 @@ class Supervisor:
         self._settings, self._identity = Settings.load(settings), model_identity
         watch = self._settings.watch
         self._lease_s, self._renewed = lease_s or watch.lease_s / 2, time.monotonic()
+        self._node = node_id()
         self._pause_s = min(WATCH_S, self._lease_s / 4)
         server, verifier = self._settings.server, self._settings.verifier
         most, limits = server.max_verifiers, Limits.of(verifier)
         self._scaler = Scaler(server.verifiers, most, limits, verifier.scale_down_s)
-        self._watched = [
-            Watched(name, watch) for name in verifier_names(self._settings, model_identity, self._scaler.most)
-        ]
+        self._roster = Roster(self._watched_for, self._scaler.wanted, self._scaler.most)
+        self._drains = DrainWatch(watch.drain_check_s)
+        self._hosts: dict[str, float] = {}
+        """When the last fast-path replica of a node has asked."""
         self._fingerprint: str | None = None
         self._unpinned_since: float | None = None
         self._condemned = 0
@@ -98,9 +109,9 @@ class Supervisor:
         self._metrics = actor_metrics(m.Scope.SUPERVISOR, model=self._settings.model.name)
         self._task = asyncio.get_event_loop().create_task(self._run())
 
-    async def membership(self) -> Membership:
-        """Who is there; asking renews the lease."""
-        self._renewed = time.monotonic()
+    async def membership(self, node: str = "") -> Membership:
+        """Who is there; asking renews the lease. node: that of the fast-path replica that asks."""
+        self._renewed = self._hosts[node] = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await self._all_tried.wait()
@@ -113,11 +124,11 @@ class Supervisor:
     async def condemn(self, name: str, actor_id: str, reason: str) -> bool:
         """Removes a verifier that was found to be wrong; a new one takes its place after a pause. May be
         repeated. Returns whether it is gone; else it is to be asked again."""
-        for number, watched in enumerate(self._watched):
+        for watched in self._watched:
             if watched.name != name:
                 continue
             handle = watched.handle
-            if handle is None and number >= self._scaler.wanted:
+            if handle is None and not watched.wanted:
                 handle = await asyncio.to_thread(_found, name)  # it may still have requests to end
             elif handle is None:
                 return False  # of a wanted one it is not known yet who bears its name
@@ -132,47 +143,108 @@ class Supervisor:
         return True
 
     @property
+    def _watched(self) -> list[Watched]:
+        return self._roster.watched
+
+    @property
     def _wanted(self) -> list[Watched]:
-        return self._watched[: self._scaler.wanted]
+        return self._roster.wanted
+
+    def _watched_for(self, number: int) -> Watched:
+        name = verifier_names(self._settings, self._identity, number + 1)[-1]
+        return Watched(name, self._settings.watch)
 
     async def _run(self) -> None:
-        watches = [asyncio.create_task(self._watch(number)) for number in range(len(self._watched))]
+        await self._adopt()
+        tasks = [asyncio.create_task(self._drains.run())]
         try:
-            while time.monotonic() - self._renewed < self._lease_s:
+            while time.monotonic() - self._renewed < self._lease_s and not self._must_leave():
                 try:
                     if self._fresh_status:  # a look without any would be taken for an empty queue
                         self._fresh_status = False
                         self._scale()
+                    self._arrange()
                     self._report()
                 except Exception:  # whatever it is, watching must go on
                     log.exception("a look at the verifiers failed")
+                new = range(len(tasks) - 1, len(self._watched))
+                tasks += [asyncio.create_task(self._watch(self._watched[number])) for number in new]
                 await asyncio.sleep(self._pause_s)
         finally:
-            for watch in watches:
-                watch.cancel()
+            for task in tasks:
+                task.cancel()
         # its verifiers end by their own leases: another supervisor may be asking for them too
-        log.warning("no replica has asked for %.0f s: the supervisor ends", self._lease_s)
+        silence = f"no replica has asked for {self._lease_s:.0f} s"
+        log.warning("%s: the supervisor ends", "its node is drained" if self._must_leave() else silence)
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    async def _watch(self, number: int) -> None:
+    async def _adopt(self) -> None:
+        """The verifiers of a predecessor, as many as it had in the end."""
+        try:
+            found = await asyncio.to_thread(existing_verifiers, self._settings, self._identity)
+        except Exception:
+            log.exception("verifiers of a predecessor are not looked for")
+            return
+        self._roster.adopt(found)
+        self._scaler.adopt(len(found))
+
+    def _must_leave(self) -> bool:
+        """Whether its own node is drained and has no verifier that it must look after: replicas create
+        another one, elsewhere, which adopts the rest."""
+        mine = any(w.node == self._node for w in self._watched if w.wanted or w.ending)
+        return self._node in self._drains.nodes and not mine
+
+    def _arrange(self) -> None:
+        """Who is wanted, by number and by node."""
+        now = time.monotonic()
+        leaving = self._roster.arrange(now, self._scaler.wanted, self._drains.nodes, self._hosts_now(now))
+        for watched in leaving:
+            event(log, "verifier's node is drained", verifier=watched.name, node=watched.node)
+
+    def _hosts_now(self, now: float) -> set[str]:
+        return {node for node, asked in self._hosts.items() if now - asked < HOST_S}
+
+    async def _watch(self, watched: Watched) -> None:
         """Looks after one verifier while it is wanted. Each has a loop of its own: one that does not answer
         makes what is known of the others no older."""
-        watched = self._watched[number]
         while True:
             try:
-                if number < self._scaler.wanted:
+                if watched.wanted:
                     await self._refresh(watched)
                     watched.tried = True
                     if all(w.tried for w in self._wanted):
                         self._all_tried.set()
                     self._pin()
                     await self._explain_mixed(watched)
-                else:
-                    # no longer asked for its state, it ends by its lease, after what is in flight
-                    watched.handle = watched.status = None
+                if self._roster.may_leave(time.monotonic(), watched, self._ready()):
+                    watched.wanted = False
+                if not watched.wanted:
+                    await self._give_up(watched)
             except Exception:
                 log.exception("a look at %s failed", watched.name)
             await asyncio.sleep(self._pause_s)
+
+    def _ready(self) -> int:
+        """How many can be asked of those that stay."""
+        published = map(self._published, self._roster.staying)
+        return sum(status is not None and status.state == "ready" for status in published)
+
+    async def _give_up(self, watched: Watched) -> None:
+        """No longer asked for its state, it ends by its lease, after what is in flight; on a node that is
+        being drained sooner."""
+        handle = watched.handle
+        watched.handle = watched.status = watched.leave_by = None
+        watched.tried = False
+        if watched.node not in self._drains.nodes:
+            return
+        watched.ending = True
+        try:
+            handle = handle or await asyncio.to_thread(_found, watched.name)
+            if handle is not None:
+                await end_softly(handle)
+                event(log, "verifier has left", verifier=watched.name, node=watched.node)
+        finally:
+            watched.ending, watched.node = False, ""
 
     async def _refresh(self, watched: Watched) -> None:
         """One status call; a member that has died is created anew."""
@@ -258,8 +330,9 @@ class Supervisor:
 
     def _scale(self) -> None:
         windows = queue_s = 0.0
-        ready, coming = list[VerifierStatus](), 0
-        for watched in self._wanted:
+        ready, left, coming = list[VerifierStatus](), list[VerifierStatus](), 0
+        first_to_go = self._roster.first_to_go(self._hosts_now(time.monotonic()))
+        for watched in self._roster.staying:
             status = self._published(watched)
             if status is None or status.state != "ready":
                 coming += status is None or status.state == "starting"  # others cannot be counted on
@@ -268,8 +341,8 @@ class Supervisor:
             windows += status.windows - before.get("windows", status.windows)
             queue_s += status.queue_s - before.get("queue_s", status.queue_s)
             ready.append(status)
-        last = self._published(self._wanted[-1])
-        left = ready[:-1] if last is not None and last.state == "ready" else ready
+            if watched is not first_to_go:
+                left.append(status)
         was = self._scaler.wanted
         mean = queue_s / windows if windows > 0 else 0.0
         wanted = self._scaler.look(time.monotonic(), ready, left, mean, coming)
@@ -277,13 +350,15 @@ class Supervisor:
             excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in ready]
             reason = f"mean queue {mean:.2f} s, too much of: {'; '.join(excess)}"
             log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, reason)
+            if wanted < was:
+                log.info("%s is given up", first_to_go.name)
 
     def _report(self) -> None:
         published = [self._published(w) for w in self._wanted]
         states = Counter(status.state if status else "unreachable" for status in published)
         for state in m.STATE.values:
             self._metrics.set(m.VERIFIERS, states[state], state=state)
-        self._metrics.set(m.VERIFIERS_WANTED, len(published))
+        self._metrics.set(m.VERIFIERS_WANTED, self._scaler.wanted)
 
 
 def _found(name: str) -> Any:

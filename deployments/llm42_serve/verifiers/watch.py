@@ -39,16 +39,23 @@ class Watched:
     """Counters of the last look, to tell what has happened since."""
     mixed: str = ""
     """How its manifest differs from the pool's, once that has been found out."""
+    wanted: bool = False
+    node: str = ""
+    """Ray's id of the node that it was on when it said so last."""
+    leave_by: float | None = None
+    """Its node is being drained: until then it waits for its successor."""
+    ending: bool = False
+    """It is no longer published, and is about to be ended."""
 
     def adopt(self, handle: Any) -> None:
         """The actor of this name from now on; nothing is known of it yet."""
         self.handle, self.answered = handle, time.monotonic()
-        self.certified, self.missed, self.mixed, self.seen = False, 0, "", {}
+        self.certified, self.missed, self.mixed, self.seen, self.node = False, 0, "", {}, ""
 
     def record_answer(self, status: VerifierStatus, asked: float) -> None:
         """An answer to a call that was made at `asked`."""
         self.status, self.asked, self.answered = status, asked, time.monotonic()
-        self.certified, self.missed = status.state == "ready", 0
+        self.certified, self.missed, self.node = status.state == "ready", 0, status.node
 
     def record_miss(self, error: Exception) -> None:
         """A status call failed, although the actor is not known to be dead."""

@@ -8,10 +8,13 @@ needs no change here. The chart adds what it alone knows: paths, and numbers of 
 {{- $verifiers := ternary $v.verifier $v.fastPath $v.verifier.dedicated -}}
 {{- $fast := include "llm42.range" $v.fastPath | fromYaml -}}
 {{- $checked := include "llm42.range" $verifiers | fromYaml -}}
-{{- $server := dict "ingress_replicas" (int (include "llm42.workers" .)) "fastpath_replicas" $fast.least "verifiers" $checked.least -}}
+{{- $server := dict "ingress_replicas" (int (include "llm42.ingresses" .)) "ingress_resources" (dict "llm42_ingress" 1) "fastpath_replicas" $fast.least "verifiers" $checked.least -}}
 {{- /* an ingress that strips its path, by an annotation of its controller, may go on doing so */ -}}
 {{- if and $v.ingress.enabled (regexMatch "^(/[A-Za-z0-9._~-]+)+/?$" $v.ingress.path) -}}
 {{- $_ := set $server "root_path" (trimSuffix "/" $v.ingress.path) -}}
+{{- end -}}
+{{- if $v.apiKeys.secretName -}}
+{{- $_ := set $server "api_keys_file" (printf "/etc/llm42/keys/%s" $v.apiKeys.key) -}}
 {{- end -}}
 {{- if $v.fastPath.autoscaling.enabled -}}
 {{- $_ := set $server "max_fastpath_replicas" $fast.most -}}
@@ -21,17 +24,14 @@ needs no change here. The chart adds what it alone knows: paths, and numbers of 
 {{- $_ := set $server "max_verifiers" $checked.most -}}
 {{- end -}}
 {{- $known := dict "model" (dict "path" (include "llm42.modelPath" .)) "server" $server -}}
-{{- if $v.verifier.dedicated -}}
 {{- $_ := set $known "engine" (dict "resources" (dict "llm42_fast_path" 1)) -}}
 {{- $_ := set $known "verifier" (dict "resources" (dict "llm42_verifier" 1)) -}}
-{{- end -}}
 {{- toYaml (mustMergeOverwrite $known (deepCopy $v.config)) -}}
 {{- end -}}
 
 {{/*
 Options of Serve deployments.
-Ingress: one replica a pod, so that every worker has a Serve proxy: KubeRay's service sends traffic to all ready workers, and a
-worker without a proxy is never ready.
+Ingress: one replica a pod. A pod has a Serve proxy as soon as it has a replica of any deployment.
 FastPath across nodes: each of its GPUs is asked for together with a place in its own group, or Ray could put one on a verifier's.
 */}}
 {{- define "llm42.deployments" -}}
@@ -70,6 +70,24 @@ applications:
 {{/* A hash over what a fingerprint may depend on, as far as the chart knows it. */}}
 {{- define "llm42.fingerprintInputs" -}}
 {{- $v := .Values -}}
-{{- $inputs := dict "image" (include "llm42.image" .) "model" $v.model "settings" (pick $v.config "model" "verifier") -}}
+{{- $inputs := dict "image" (include "llm42.image" .) "model" (include "llm42.modelIdentity" . | fromJson) "settings" (pick $v.config "model" "verifier") -}}
 {{- toJson $inputs | sha256sum | trunc 16 -}}
+{{- end -}}
+
+{{/*
+`layout: canonical` as the values that it stands for, set in the values (its argument) before anything reads them: no fast path;
+on GPUs, verifiers have pods and a GPU each to themselves.
+*/}}
+{{- define "llm42.layout" -}}
+{{- if eq .layout "canonical" -}}
+{{- $engine := default dict .config.engine -}}
+{{- if ne (default "canonical" $engine.kind) "canonical" -}}
+{{- fail (printf "layout canonical has no fast path, but config.engine.kind is %s: leave one of the two out" $engine.kind) -}}
+{{- end -}}
+{{- $_ := set .config "engine" (set $engine "kind" "canonical") -}}
+{{- if eq (dig "model" "device" "cpu" .config) "cuda" -}}
+{{- $_ := set .verifier "dedicated" true -}}
+{{- $_ := set .verifier.gpu "count" (max 1 (int .verifier.gpu.count)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}

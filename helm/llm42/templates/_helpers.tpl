@@ -67,13 +67,16 @@ most: {{ .replicas }}
 {{- mul (include "llm42.range" . | fromYaml).least (default 1 .hosts) -}}
 {{- end -}}
 
-{{/* Worker pods, before any scaling. */}}
-{{- define "llm42.workers" -}}
+{{/*
+Ingresses: one a fast-path pod, before any scaling. Serve's application runs once all of them have a place, so with
+`verifier.ingress` a missing verifier pod holds best effort back too.
+*/}}
+{{- define "llm42.ingresses" -}}
 {{- $fast := int (include "llm42.minPods" .Values.fastPath) -}}
-{{- ternary (add $fast (int (include "llm42.minPods" .Values.verifier))) $fast .Values.verifier.dedicated -}}
+{{- ternary (add $fast (int (include "llm42.minPods" .Values.verifier))) $fast (and .Values.verifier.dedicated .Values.verifier.ingress) -}}
 {{- end -}}
 
-{{/* How long a pod that is told to stop goes on serving what it has: as long as Serve waits for streams. */}}
+{{/* For how long a replica that goes may finish its streams. */}}
 {{- define "llm42.drainSeconds" -}}
 {{- dig "server" "drain_s" 120 .Values.config | float64 | ceil | int -}}
 {{- end -}}

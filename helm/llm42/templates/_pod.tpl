@@ -3,8 +3,12 @@
 {{/* `common` and one role's values: maps merged, the role winning; lists joined. */}}
 {{- define "llm42.role" -}}
 {{- $role := mustMergeOverwrite (deepCopy .root.Values.common) (deepCopy .values) -}}
-{{- range list "tolerations" "topologySpreadConstraints" "env" "envFrom" "volumes" "volumeMounts" "initContainers" "sidecars" -}}
+{{- range list "tolerations" "topologySpreadConstraints" "hostAliases" "env" "envFrom" "volumes" "volumeMounts" "initContainers" "sidecars" -}}
 {{- $_ := set $role . (concat (get $.root.Values.common .) (default list (get $.values .))) -}}
+{{- end -}}
+{{- /* a handler, a probe: one of them, not the keys of both */ -}}
+{{- range $key := list "preStop" "livenessProbe" "dnsConfig" -}}
+{{- with get $.values $key -}}{{- $_ := set $role $key . -}}{{- end -}}
 {{- end -}}
 {{- toYaml $role -}}
 {{- end -}}
@@ -16,17 +20,24 @@ metadata:
   labels:
     {{- include "llm42.podLabels" . | nindent 4 }}
     {{- with .role.labels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- if or .role.annotations $v.upgrade.newClusterOnFingerprintChange }}
   annotations:
+    llm42/cluster-inputs: {{ include "llm42.clusterInputs" . | quote }}
+    {{- if $head }}
+    # A file in the head's home directory. Where Ray finds no description of its cluster there, it asks the cloud's metadata
+    # addresses for one at every start, although usage statistics are off. An empty one will do. Not from a ConfigMap: KubeRay's
+    # job that cleans Redis up is a copy of this pod, and starts when Helm has deleted ours.
+    llm42/ray-bootstrap-config: "{}"
+    {{- end }}
     {{- if $v.upgrade.newClusterOnFingerprintChange }}
     llm42/fingerprint-inputs: {{ include "llm42.fingerprintInputs" .root | quote }}
     {{- end }}
     {{- with .role.annotations }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- end }}
 spec:
-  serviceAccountName: {{ include "llm42.serviceAccountName" .root }}
+  {{- /* the job that cleans Redis up has the head's account, and outlives the chart's */}}
+  {{- $kept := and $head $v.gcsFaultTolerance.enabled $v.serviceAccount.create (ne (include "llm42.scales" .root) "true") }}
+  serviceAccountName: {{ ternary "default" (include "llm42.serviceAccountName" .root) $kept }}
   automountServiceAccountToken: {{ and $head (eq (include "llm42.scales" .root) "true") }}
-  terminationGracePeriodSeconds: {{ add (include "llm42.drainSeconds" .root) 30 }}
+  terminationGracePeriodSeconds: {{ include "llm42.graceSeconds" . }}
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
@@ -50,9 +61,47 @@ spec:
     {{- include "llm42.volumes" . | nindent 4 }}
 {{- end -}}
 
+{{/*
+What KubeRay does not look at when it decides on a new cluster: tolerations, and numbers of pods. As an annotation of the pods it
+does. An empty list hashes like none, so that a release without tolerations is no other one.
+*/}}
+{{- define "llm42.clusterInputs" -}}
+{{- $inputs := dict "tolerations" (default list .role.tolerations) -}}
+{{- if .root.Values.upgrade.newClusterOnScale -}}
+{{- $sizes := list (include "llm42.range" .root.Values.fastPath) -}}
+{{- if .root.Values.verifier.dedicated -}}{{- $sizes = append $sizes (include "llm42.range" .root.Values.verifier) -}}{{- end -}}
+{{- $_ := set $inputs "sizes" $sizes -}}
+{{- end -}}
+{{- toJson $inputs | sha256sum | trunc 16 -}}
+{{- end -}}
+
+{{/*
+The end of a pod. A worker waits until endpoints know; then Ray drains its node (RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S) for as long
+as Serve waits for streams, and half a minute more in which successors may start. It ends before that when nothing is left on it.
+The head outlives the workers: where all go at once, it is still Serve that ends the replicas.
+*/}}
+{{- define "llm42.preStopSeconds" -}}
+{{- ternary (add 20 (int (include "llm42.nodeDrainSeconds" .root))) 10 (eq .component "head") -}}
+{{- end -}}
+
+{{- define "llm42.nodeDrainSeconds" -}}
+{{- add 30 (int (include "llm42.drainSeconds" .)) -}}
+{{- end -}}
+
+{{- define "llm42.graceSeconds" -}}
+{{- $own := .role.terminationGracePeriodSeconds -}}
+{{- $most := add 10 (int (include "llm42.nodeDrainSeconds" .root)) (ternary 40 30 (eq .component "head")) -}}
+{{- ternary $most $own (kindIs "invalid" $own) | int -}}
+{{- end -}}
+
 {{- define "llm42.placement" -}}
-{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" }}
-{{- with get $.role $key }}
+{{- $role := deepCopy .role -}}
+{{- if and .role.hostNetwork (not .role.dnsPolicy) -}}{{- $_ := set $role "dnsPolicy" "ClusterFirstWithHostNet" -}}{{- end -}}
+{{- if .role.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" "runtimeClassName" "schedulerName" "dnsPolicy" "dnsConfig" "hostAliases" }}
+{{- with get $role $key }}
 {{ $key }}:{{ if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
 {{- end }}
@@ -98,8 +147,16 @@ volumeMounts:
   {{- with .role.volumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
 lifecycle:
   preStop:
+    {{- with .role.preStop }}
+    {{- toYaml . | nindent 4 }}
+    {{- else }}
     exec:
-      command: [sleep, {{ include "llm42.drainSeconds" .root | quote }}]
+      command: [sleep, {{ include "llm42.preStopSeconds" . | quote }}]
+    {{- end }}
+{{- with .role.livenessProbe }}
+livenessProbe:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- if not $head }}
 readinessProbe:
   exec:
@@ -108,7 +165,7 @@ readinessProbe:
       - /opt/llm42/scripts/readiness.py
       - --port={{ $v.serve.port }}
       - --require={{ $v.readiness.require }}
-  initialDelaySeconds: 10
+  initialDelaySeconds: {{ $v.readiness.initialDelaySeconds }}
   periodSeconds: {{ $v.readiness.periodSeconds }}
   timeoutSeconds: {{ $v.readiness.timeoutSeconds }}
   failureThreshold: {{ $v.readiness.failureThreshold }}
@@ -124,7 +181,11 @@ Statistics that are switched off make Ray report just that: to nobody.
 */}}
 {{- define "llm42.env" -}}
 {{- $proxy := ternary "1" "0" .root.Values.serve.haProxy.enabled -}}
+{{- $cache := "/var/cache/llm42" -}}
 {{- $defaults := dict
+  "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" (ternary "0" (include "llm42.nodeDrainSeconds" .root) (eq .component "head"))
+  "RAY_ROTATION_MAX_BYTES" "104857600"
+  "RAY_ROTATION_BACKUP_COUNT" "3"
   "RAY_USAGE_STATS_ENABLED" "0"
   "RAY_USAGE_STATS_REPORT_URL" "http://127.0.0.1:9/"
   "RAY_SERVE_THROUGHPUT_OPTIMIZED" "1"
@@ -136,9 +197,14 @@ Statistics that are switched off make Ray report just that: to nobody.
   "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" "0"
   "HOME" "/home/llm42"
   "HF_HUB_OFFLINE" "1"
-  "TRITON_CACHE_DIR" "/var/cache/llm42/triton"
-  "TORCHINDUCTOR_CACHE_DIR" "/var/cache/llm42/inductor"
-  "VLLM_CACHE_ROOT" "/var/cache/llm42/vllm" -}}
+  "VLLM_USE_FLASHINFER_SAMPLER" "0"
+  "TRITON_CACHE_DIR" (printf "%s/triton" $cache)
+  "TORCHINDUCTOR_CACHE_DIR" (printf "%s/inductor" $cache)
+  "FLASHINFER_WORKSPACE_BASE" (printf "%s/flashinfer" $cache)
+  "CUDA_CACHE_PATH" (printf "%s/cuda" $cache)
+  "VLLM_CACHE_ROOT" (printf "%s/vllm" $cache) -}}
+{{- /* the image asks for all; where nvidia's is the node's runtime, the head would see and count GPUs that are not its own */ -}}
+{{- if eq .component "head" -}}{{- $_ := set $defaults "NVIDIA_VISIBLE_DEVICES" "void" -}}{{- end -}}
 {{- $env := dict -}}
 {{- range $name, $value := $defaults -}}
 {{- $_ := set $env $name (dict "name" $name "value" $value) -}}
@@ -178,9 +244,13 @@ Statistics that are switched off make Ray report just that: to nobody.
 - {name: tmp, mountPath: /tmp}
 - {name: home, mountPath: /home/llm42}
 - {name: cache, mountPath: /var/cache/llm42}
-- {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- if eq .component "head" }}
-- {name: scripts, mountPath: /home/llm42/ray_bootstrap_config.yaml, subPath: ray_bootstrap_config.yaml, readOnly: true}
+- {name: bootstrap, mountPath: /home/llm42/ray_bootstrap_config.yaml, subPath: ray_bootstrap_config.yaml, readOnly: true}
+{{- else }}
+- {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
+{{- end }}
+{{- if and (ne .component "head") .root.Values.apiKeys.secretName }}
+- {name: api-keys, mountPath: /etc/llm42/keys, readOnly: true}
 {{- end }}
 {{- if and (ne .component "head") (ne .root.Values.model.source "image") }}
 - {name: model, mountPath: /models, readOnly: true{{ with .root.Values.model.pvc.subPath }}{{ if eq $.root.Values.model.source "pvc" }}, subPath: {{ . | quote }}{{ end }}{{ end }}}
@@ -190,13 +260,20 @@ Statistics that are switched off make Ray report just that: to nobody.
 {{- define "llm42.volumes" -}}
 {{- $v := .root.Values -}}
 {{- $head := eq .component "head" -}}
-- {name: tmp, emptyDir: {}}
-- {name: home, emptyDir: {}}
+- {name: tmp, emptyDir: {{ toJson $v.scratch.tmp }}}
+- {name: home, emptyDir: {{ toJson $v.scratch.home }}}
 - name: cache
-  {{- toYaml (ternary (dict "emptyDir" dict) (default (dict "emptyDir" dict) $v.cache.volume) $head) | nindent 2 }}
+  {{- ternary "emptyDir: {}" (include "llm42.cacheVolume" .root) $head | nindent 2 }}
+{{- if $head }}
+- name: bootstrap
+  downwardAPI: {items: [{path: ray_bootstrap_config.yaml, fieldRef: {fieldPath: "metadata.annotations['llm42/ray-bootstrap-config']"}}]}
+{{- else }}
 - name: scripts
   configMap: {name: {{ include "llm42.fullname" .root }}-scripts}
-{{- if not $head }}
+{{- with $v.apiKeys.secretName }}
+- name: api-keys
+  secret: {secretName: {{ . }}}
+{{- end }}
 {{- if eq $v.model.source "pvc" }}
 - name: model
   persistentVolumeClaim: {claimName: {{ $v.model.pvc.claimName }}, readOnly: true}
@@ -205,44 +282,10 @@ Statistics that are switched off make Ray report just that: to nobody.
   hostPath: {path: {{ $v.model.hostPath.path | quote }}, type: Directory}
 {{- else if eq $v.model.source "huggingface" }}
 - name: model
-  {{- toYaml (default (dict "emptyDir" dict) $v.model.huggingface.volume) | nindent 2 }}
+  {{- include "llm42.modelVolume" .root | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- with .role.volumes }}
 {{ toYaml . }}
 {{- end }}
-{{- end -}}
-
-{{- define "llm42.fetchContainer" -}}
-{{- $h := .Values.model.huggingface -}}
-- name: fetch-model
-  image: {{ include "llm42.image" . }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  securityContext:
-    {{- toYaml .Values.containerSecurityContext | nindent 4 }}
-  command: [python3, /opt/llm42/scripts/fetch_model.py]
-  args:
-    - {{ $h.repo }}
-    - --revision={{ $h.revision }}
-    - --directory={{ printf "/models/%s" $h.revision }}
-    {{- range $h.allowPatterns }}
-    - {{ printf "--allow=%s" . | quote }}
-    {{- end }}
-  env:
-    - {name: HOME, value: /home/llm42}
-    {{- with $h.tokenSecret }}
-    {{- if .name }}
-    - name: HF_TOKEN
-      valueFrom:
-        secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
-    {{- end }}
-    {{- end }}
-  resources:
-    requests: {cpu: 500m, memory: 1Gi}
-    limits: {cpu: "2", memory: 2Gi}
-  volumeMounts:
-    - {name: tmp, mountPath: /tmp}
-    - {name: home, mountPath: /home/llm42}
-    - {name: model, mountPath: /models}
-    - {name: scripts, mountPath: /opt/llm42/scripts, readOnly: true}
 {{- end -}}

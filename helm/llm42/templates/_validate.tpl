@@ -46,12 +46,19 @@
 {{- $used := ternary 0.0 (mulf (default 0.9 $engine.gpus) $tp) $alone -}}
 {{- $verifier := default dict $v.config.verifier -}}
 {{- if not $v.verifier.dedicated -}}{{- $used = addf $used (default (ternary 1.0 0.1 $alone) $verifier.gpus) -}}{{- end -}}
+{{- if and $v.verifier.dedicated (gt (float64 $v.verifier.gpu.count) (ceil (default (ternary 1.0 0.1 $alone) $verifier.gpus))) -}}
+{{- fail (printf "verifier.gpu.count is %d, but a verifier takes config.verifier.gpus = %v: the rest would be idle" (int $v.verifier.gpu.count) (default (ternary 1.0 0.1 $alone) $verifier.gpus)) -}}
+{{- end -}}
+{{- if gt (float64 $gpus) (ceil $used) -}}
+{{- fail (printf "fastPath.gpu.count is %d, but a pod uses %v of them: the rest would be idle. A pod has one replica: raise fastPath.replicas, or config.engine.vllm.tensor_parallel_size" $gpus $used) -}}
+{{- end -}}
 {{- if gt $used (float64 $gpus) -}}
 {{- fail (printf "fastPath.gpu.count is %d, but its replica%s %v: config.engine.gpus x config.engine.vllm.tensor_parallel_size%s" $gpus (ternary " takes" " and verifier take" $v.verifier.dedicated) $used (ternary "" " + config.verifier.gpus" $v.verifier.dedicated)) -}}
 {{- end -}}
 {{- end -}}
 {{- include "llm42.validateHosts" (dict "v" $v "isVllm" $isVllm "vllm" $vllm "hosts" $hosts "tp" $tp) -}}
 {{- include "llm42.validateOperations" . -}}
+{{- include "llm42.validateObjects" . -}}
 {{- end -}}
 
 {{- define "llm42.validateModel" -}}
@@ -104,6 +111,15 @@
 {{- end -}}
 {{- if and (eq $v.upgrade.strategy "NewClusterWithIncrementalUpgrade") (not $v.upgrade.incremental.gatewayClassName) -}}
 {{- fail "upgrade.incremental.gatewayClassName: the incremental strategy needs a Gateway class" -}}
+{{- end -}}
+{{- if and (eq $v.upgrade.strategy "NewClusterWithIncrementalUpgrade") (ne (include "llm42.scales" .) "true") -}}
+{{- fail "upgrade.strategy NewClusterWithIncrementalUpgrade: KubeRay refuses it without Ray's autoscaler: enable fastPath.autoscaling (minReplicas may equal maxReplicas) or that of dedicated verifiers" -}}
+{{- end -}}
+{{- if gt (int $v.upgrade.incremental.stepSizePercent) (int $v.upgrade.incremental.maxSurgePercent) -}}
+{{- fail "upgrade.incremental: KubeRay refuses a stepSizePercent above maxSurgePercent" -}}
+{{- end -}}
+{{- if and $v.verifier.ingress (not $v.verifier.dedicated) -}}
+{{- fail "verifier.ingress is of dedicated verifiers: their pods have ingresses anyhow without verifier.dedicated" -}}
 {{- end -}}
 {{- if and (eq $v.upgrade.strategy "NewClusterWithIncrementalUpgrade") (or $v.ingress.enabled $v.httpRoute.enabled) -}}
 {{- fail "upgrade.strategy NewClusterWithIncrementalUpgrade: KubeRay makes a Gateway and a route of its own: disable ingress and httpRoute" -}}

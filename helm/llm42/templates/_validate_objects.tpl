@@ -1,0 +1,33 @@
+{{/* Combinations of values that concern volumes, policies and monitors. */}}
+{{- define "llm42.validateObjects" -}}
+{{- $v := .Values -}}
+{{- $h := $v.model.huggingface -}}
+{{- $fetches := eq $v.model.source "huggingface" -}}
+{{- if and $v.cache.claim.create $v.cache.volume -}}
+{{- fail "cache.claim.create: cache.volume names a volume already: leave one of them" -}}
+{{- end -}}
+{{- if and $fetches $h.claim.create $h.volume -}}
+{{- fail "model.huggingface.claim.create: model.huggingface.volume names a volume already: leave one of them" -}}
+{{- end -}}
+{{- if and $fetches $h.job.enabled (not $h.claim.create) (not (hasKey $h.volume "persistentVolumeClaim")) -}}
+{{- fail "model.huggingface.job.enabled: one download for all pods needs a claim that they share: set model.huggingface.claim.create, or volume.persistentVolumeClaim" -}}
+{{- end -}}
+{{- if and (gt (int $v.fastPath.hosts) 1) (or $v.fastPath.autoscaling.enabled (gt (int $v.fastPath.replicas) 1)) -}}
+{{- fail "fastPath.hosts above 1 with more than one replica: Ray may spread a replica over pods of two groups of hosts: set fastPath.replicas to 1 without autoscaling, and install a release (or an entry of models) for each replica" -}}
+{{- end -}}
+{{- if and $v.podMonitor.enabled $v.serviceMonitor.enabled -}}
+{{- fail "podMonitor and serviceMonitor: each series would come twice: enable one of them" -}}
+{{- end -}}
+{{- $n := $v.networkPolicy -}}
+{{- if and $n.enabled $n.egress.enabled -}}
+{{- if and $fetches (not $n.egress.extra) -}}
+{{- fail "networkPolicy.egress.extra: with model.source huggingface pods download the model: allow the way to the Hub, or to your proxy or mirror" -}}
+{{- end -}}
+{{- if and (eq (dig "telemetry" "traces" "off" $v.config | toString) "otlp") (not $n.egress.extra) -}}
+{{- fail "networkPolicy.egress.extra: config.telemetry.traces is otlp: allow the way to the collector" -}}
+{{- end -}}
+{{- if and (eq (include "llm42.scales" .) "true") (not $n.egress.kubernetesApi) -}}
+{{- fail "networkPolicy.egress.kubernetesApi: Ray's autoscaler asks the Kubernetes API: give its addresses (kubectl get endpointslices -n default kubernetes)" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
