@@ -21,6 +21,8 @@ HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 MARGIN, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.1, 0.15, 0.25
 """Another plan must seem to save so much of a round; so much where a load begins, of which nothing was
 measured, at first beside verify, which measures both sides; and so much to be taken later without that."""
+CLEAR_S = 2.5
+"""So long it must have seemed so. What steps take is found anew every second, and one time may be far off."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
@@ -133,6 +135,8 @@ class Standing:
         """When measuring began."""
         self._measured: float | None = None
         """A round of the present plan."""
+        self._clear_since = math.inf
+        """Since when another plan has seemed to be clearly better, without that."""
         self._before: tuple[Plan, float] | None = None
         """While a plan is on trial: the one before, and its round."""
 
@@ -232,7 +236,12 @@ class Standing:
         assert self.plan is not None
         other, saved = self._saved(expected, self.plan)
         if self._measured is None:
-            if saved > CLEARLY and self._blind and self._now.at - self._since.at >= SETTLE_S:
+            if saved <= CLEARLY or not self._blind:
+                self._clear_since = math.inf
+                return
+            self._clear_since = min(self._clear_since, self._now.at)
+            now = self._now.at
+            if now - self._since.at >= SETTLE_S and now - self._clear_since >= CLEAR_S:
                 self._blind = False
                 self._take(other)
         elif saved > MARGIN and self._now.at >= self._until:

@@ -211,6 +211,25 @@ def test_control_it_would_have_the_plan_of_its_first(monkeypatch: pytest.MonkeyP
     assert in_a_burst() == "verify"
 
 
+def after_a_moment() -> Plan:
+    """For a second the model is far off."""
+    replica = Replica(truth(0.010, 0.011), Rounds(0.010, 0.011, 0.02))
+    replica.run(4.0)
+    replica.model = Rounds(0.020, 0.010, 0.02)
+    replica.run(1.0)
+    replica.model = Rounds(0.010, 0.011, 0.02)
+    return replica.run(0.2)
+
+
+def test_what_seems_so_for_a_moment_changes_nothing() -> None:
+    assert after_a_moment() == "verify"
+
+
+def test_control_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "CLEAR_S", 0.0)
+    assert after_a_moment() == "direct"
+
+
 def test_rest_is_what_nobody_was_there() -> None:
     done = Done()
     for now, begins, left in (
