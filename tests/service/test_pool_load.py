@@ -165,6 +165,8 @@ async def after_a_cancelled_window(ready: bool) -> tuple[int, bool]:
         member.status = status if ready else None
         verifying = asyncio.create_task(pool.verify([Window("a", (3, 1), 2, (7, 8), SamplingParams())]))
         await until(lambda: bool(member.handle.verifier.submitted if ready else pool._following._starting))
+        for _ in range(3):  # so that somebody waits for the answer
+            await asyncio.sleep(0)
         verifying.cancel()
         pool.follow(followed("a"), lambda _: None)
         await asyncio.wait([verifying])
