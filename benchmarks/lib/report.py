@@ -70,12 +70,13 @@ def report(name: str, figures: Mapping[str, Figure], raw: Any, directory: Path |
 
 
 def validate(document: Mapping[str, Any]) -> None:
-    """Raises ValueError naming what is missing or inconsistent."""
+    """Raises ValueError naming what is missing or inconsistent. A figure of a file that joins several runs may
+    name its own, `run`: a number in `raw["runs"]`."""
     for key in ("machine", "versions", "date", "command", "figures", "raw"):
         if key not in document:
             raise ValueError(f"a result lacks {key!r}")
     for key, f in document["figures"].items():
-        if set(f) != {"value", "unit", "target", "better", "met"}:
+        if set(f) - {"run"} != {"value", "unit", "target", "better", "met"}:
             raise ValueError(f"figure {key} has the fields {sorted(f)}")
         if f["met"] != Figure(f["value"], f["unit"], f["target"], f["better"]).met:
             raise ValueError(f"figure {key} says met={f['met']}, which its target contradicts")

@@ -48,20 +48,21 @@ FIRST = tuple(dict.fromkeys(result for _, result, _ in HEADLINES))
 
 SUMMARY = """\
 What determinism costs, measured. Every number here comes from a file of
-[benchmarks/results](../benchmarks/results), and this page is written from those files by a script, so that nothing is
-left out: targets that were missed are in it, and [where we lose](#where-we-lose) has a list of its own. What the
+[benchmarks/results](../benchmarks/results). A script writes this page from all of those files, so nothing
+is left out. Targets that were missed are here too: [where we lose](#where-we-lose) lists them. What the
 numbers mean, what was tried and what was dropped is in [measurements](measurements/README.md)."""
 
 METHOD = """\
-- Systems that are compared run on the same machine, in turns, in one command. A ratio is taken within one command and
-  one round; where there are several rounds it is the median over them.
-- Predictions and targets were written down before the run. A figure without a target is reported only.
-- *8B shape* is the shape of Llama 3 8B with random weights: speed does not depend on the weights' values, agreement
-  between engines does. SmolLM2 is SmolLM2-135M-Instruct. `256/256` is 256 tokens of prompt and 256 of output.
-- *Plain vLLM* is vLLM as it comes. *Canonical* is every request decoded by verifiers. *kept* is a system's output
-  rate over plain vLLM's under the same load. A ratio's unit says of what; a ratio that is named `X_over_Y` is X over Y.
-- A command is the one of its time: a module may have moved since, and `DIR` stands for a place of files.
-- Results with `cpu` in their name are of small machines that other programs may have used too. They tell costs of our
-  own code, not of hardware.
-- To run them again: [measurements/README.md](measurements/README.md#how-to-run-them). To write this page again:
-  `python -m benchmarks.report`."""
+- Systems that are compared run on the same machine, in turns, unless the page of the measurement says
+  otherwise. A ratio is taken within one round. Where there are several rounds it is the median over them.
+- A prediction is what was written down before the run. A figure without a target is only reported.
+- *8B shape* is the shape of Llama 3 8B with random weights. Speed does not depend on the values of weights,
+  but how often two engines agree does. SmolLM2 is SmolLM2-135M-Instruct. `256/256` is 256 tokens of prompt
+  and 256 of output.
+- *Plain vLLM* is vLLM as it comes. *Canonical* is every request decoded by verifiers. *kept* is a system's
+  output rate over plain vLLM's under the same load. A figure that is named `X_over_Y` is X divided by Y.
+- A command is the one of its time. Modules may have moved since, and `DIR` stands for a folder.
+- Results with `cpu` in their name are of small machines, which other programs may have used too. They tell
+  what our own code costs.
+- To run them again: [measurements/README.md](measurements/README.md#how-to-run-them). To write this page
+  again: `python -m benchmarks.report`."""

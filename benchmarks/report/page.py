@@ -90,10 +90,10 @@ def _losses(ordered: Sequence[Result]) -> Iterator[str]:
     yield f"Targets that were missed: {len(missed)}." if missed else "No target was missed."
     if missed:
         rows = [
-            [f"[{each.name}](#{each.name})", f"`{row.name}`", f"{number(row.value)} {row.unit}", target(row)]
+            [f"[{each.name}](#{each.name})", f"`{row.name}`", number(row.value), row.unit, target(row)]
             for each, row in missed
         ]
-        yield table(["result", "figure", "measured", "target"], rows)
+        yield table(["result", "figure", "measured", "unit", "target"], rows)
     behind = [
         (result, row) for result in ordered for row in result.rows if row.behind_vllm and not row.missed
     ]
@@ -108,14 +108,14 @@ def _section(result: Result, explained: str | None) -> Iterator[str]:
     told = f" Told in [{explained}](measurements/{explained})." if explained else ""
     file = f"[{result.name}.json](../benchmarks/results/{result.name}.json)"
     yield f"{result.date}, {file}.{told}"
-    commands = "\n".join(f"    {line.strip()}" for line in result.command.split("; "))
-    yield f"- Machine: {result.machine}\n- Versions: {result.versions}\n- Command:\n\n{commands}"
+    yield f"- Machine: {result.machine}\n- Versions: {result.versions}"
+    yield "```\n" + "\n".join(line.strip() for line in result.command.split("; ")) + "\n```"
     rows = [
         [f"`{r.name}`", number(r.value), r.unit, number(r.predicted), target(r), met(r)] for r in result.rows
     ]
     yield table(["figure", "measured", "unit", "predicted", "target", "met"], rows)
     if result.runs:
-        yield "Each turn of each system. Times to the first token and between tokens in ms, p50 and p99 of each:"
+        yield "Each turn of each system. Waits in ms: p50, p99 to the first token; p50, p99 between tokens."
         yield table(
             [
                 "load",
@@ -135,7 +135,7 @@ def _run(run: Mapping[str, Any]) -> list[str]:
     waits = []
     for who, kinds in run.get("waits", {}).items():
         told = [number(kinds.get(kind, {}).get(at)) for kind, at in WAITS]
-        waits.append(f"{who}: {told[0]}, {told[1]} and {told[2]}, {told[3]}")
+        waits.append(f"{who}: {told[0]}, {told[1]}; {told[2]}, {told[3]}")
     ends = [number(run.get(key)) for key in ("client_cpu", "rollbacks", "lost_tokens")]
     rates = [number(run["tok_s"]), number(run.get("predicted_tok_s"))]
-    return [f"`{run['row']}`", str(run["system"]), *rates, "; ".join(waits), *ends]
+    return [f"`{run['row']}`", str(run["system"]), *rates, "<br>".join(waits), *ends]

@@ -1,4 +1,4 @@
-"""What was predicted of each figure: from the result's file, or from the table here where the file lacks it."""
+"""What was predicted of each figure: by the result's file, or by a table here where the file lacks it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ class Row:
 
     @property
     def behind_vllm(self) -> bool:
-        """A ratio to vLLM on the wrong side of 1."""
+        """A ratio of ours to vLLM on the wrong side of 1: not a prediction, not vLLM's own other mode."""
+        if self.name.startswith(("predicted_", "invariant_")):
+            return False
         named = "kept" in self.name or self.name.endswith(("_over_vllm", "_cost"))
         if self.unit != AGAINST_VLLM and not (self.unit == "ratio" and named):
             return False
@@ -90,8 +92,10 @@ def result_of(name: str, document: Mapping[str, Any]) -> Result:
 
 
 def _machine(told: Mapping[str, Any]) -> str:
-    gpu = told.get("gpu")
-    card = f"{gpu['name']} (driver {gpu['driver']}, CUDA {gpu['cuda']}); " if gpu else ""
+    gpu = told.get("gpu") or {}
+    facts = [f"{key} {gpu[key]}" for key in ("driver", "cuda") if gpu.get(key)]
+    name = f"{gpu['name']} ({', '.join(facts)})" if facts else gpu.get("name")
+    card = f"{name}; " if name else ""
     return f"{card}{told['cpu']}, {told['cores']} cores, Python {told['python']}"
 
 
