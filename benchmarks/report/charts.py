@@ -41,23 +41,24 @@ def shape(name: str) -> str:
 
 
 def _peers(results: Mapping[str, Result]) -> list[Chart]:
-    """A picture for each share of deterministic requests."""
+    """A picture for each share of deterministic requests, without HTTP and over it."""
     if "h200-peers" not in results:
         return []
-    found: dict[int, dict[str, dict[str, float]]] = {}
+    found: dict[tuple[str, int], dict[str, dict[str, float]]] = {}
     for row in results["h200-peers"].rows:
-        name = re.fullmatch(r"(canonical|auto|verify|invariant)_(\d+)_(\w+)", row.name)
+        name = re.fullmatch(r"(http_)?(canonical|auto|verify|invariant)_(\d+)_(\w+)", row.name)
         if name and row.unit == AGAINST_VLLM:
-            found.setdefault(int(name[2]), {}).setdefault(name[3], {})[name[1]] = row.value
+            key = "http-" if name[1] else "", int(name[3])
+            found.setdefault(key, {}).setdefault(name[4], {})[name[2]] = row.value
     made = []
-    for percent, loads in sorted(found.items()):
+    for (level, percent), loads in sorted(found.items()):
         systems = [
             s for s in ("canonical", "auto", "verify", "invariant") if any(s in v for v in loads.values())
         ]
         series = tuple((s, tuple(values.get(s) for values in loads.values())) for s in systems)
-        title = f"Output rate over plain vLLM's, {percent} % deterministic"
+        title = f"Output rate over plain vLLM's, {percent} % deterministic{', over HTTP' if level else ''}"
         labels = tuple(shape(load) for load in loads)
-        made.append(Chart(f"peers-{percent}.svg", title, "of vLLM's tokens/s", labels, series, 1.0))
+        made.append(Chart(f"peers-{level}{percent}.svg", title, "of vLLM's tokens/s", labels, series, 1.0))
     return made
 
 

@@ -10,6 +10,8 @@ HEADLINES: tuple[tuple[str, str, str], ...] = (
     ("50 % deterministic, the same", PEERS, "kept_50"),
     ("All deterministic, canonical: rate kept, mean of the loads", PEERS, "kept_100"),
     ("The same, the worst load", PEERS, "worst_100"),
+    ("10 % deterministic, `auto`, over HTTP: rate kept", PEERS, "http_kept_10"),
+    ("All deterministic, canonical, over HTTP: rate kept", PEERS, "http_kept_100"),
     ("First token, p99, over vLLM's at 60 % of saturation", PEERS, "ttft_p99_ratio_100"),
     (
         "Best effort beside 10 % deterministic: time per token, p50, over vLLM's",

@@ -61,7 +61,7 @@ def _summary(results: Mapping[str, Result]) -> Iterator[str]:
     for words, name, figure in HEADLINES:
         row = results[name].row(figure) if name in results else None
         if row is not None:
-            cells = [number(row.value), number(row.predicted), target(row), met(row), results[name].date]
+            cells = [number(row.value), number(row.predicted), target(row), met(row), row.date]
             rows.append([words, *cells, f"[{name}](#{name})"])
     yield table(["what", "measured", "predicted", "target", "met", "date", "result"], rows)
     every = [row for result in results.values() for row in result.rows]
@@ -110,10 +110,13 @@ def _section(result: Result, explained: str | None) -> Iterator[str]:
     yield f"{result.date}, {file}.{told}"
     yield f"- Machine: {result.machine}\n- Versions: {result.versions}"
     yield "```\n" + "\n".join(line.strip() for line in result.command.split("; ")) + "\n```"
+    if result.note:
+        yield result.note
     rows = [
-        [f"`{r.name}`", number(r.value), r.unit, number(r.predicted), target(r), met(r)] for r in result.rows
+        [f"`{r.name}`", number(r.value), r.unit, number(r.predicted), target(r), met(r), r.date]
+        for r in result.rows
     ]
-    yield table(["figure", "measured", "unit", "predicted", "target", "met"], rows)
+    yield table(["figure", "measured", "unit", "predicted", "target", "met", "date"], rows)
     if result.runs:
         yield "Each turn of each system. Waits in ms: p50, p99 to the first token; p50, p99 between tokens."
         yield table(

@@ -28,6 +28,8 @@ class Row:
     better: str
     met: bool
     predicted: float | None
+    date: str
+    """When it was measured: of its own run, where a file joins several."""
 
     @property
     def missed(self) -> bool:
@@ -37,7 +39,7 @@ class Row:
     @property
     def behind_vllm(self) -> bool:
         """A ratio of ours to vLLM on the wrong side of 1: not a prediction, not vLLM's own other mode."""
-        if self.name.startswith(("predicted_", "invariant_")):
+        if self.name.removeprefix("http_").startswith(("predicted_", "invariant_")):
             return False
         named = "kept" in self.name or self.name.endswith(("_over_vllm", "_cost"))
         if self.unit != AGAINST_VLLM and not (self.unit == "ratio" and named):
@@ -57,6 +59,8 @@ class Result:
     rows: tuple[Row, ...]
     runs: tuple[Mapping[str, Any], ...]
     """What each system did in each turn, where the file has it: `row`, `system`, `tok_s` and more."""
+    note: str
+    """What the file says about itself; may be empty."""
 
     def row(self, name: str) -> Row | None:
         """The figure of that name; None if there is none."""
@@ -81,14 +85,25 @@ def result_of(name: str, document: Mapping[str, Any]) -> Result:
     validate(document)
     predicted = predictions_of(name, document)
     rows = tuple(
-        Row(figure, f["value"], f["unit"], f["target"], f["better"], f["met"], predicted.get(figure))
-        for figure, f in document["figures"].items()
-    )
-    versions = ", ".join(f"{lib} {number}" for lib, number in document["versions"].items() if number)
-    return Result(
-        name, document["date"][:10], _machine(document["machine"]), versions, document["command"], rows,
-        tuple(_runs(document["raw"])),
+        Row(
+            name=figure, value=told["value"], unit=told["unit"], target=told["target"], better=told["better"],
+            met=told["met"], predicted=predicted.get(figure), date=_date(document, told.get("run")),
+        )
+        for figure, told in document["figures"].items()
     )  # fmt: skip
+    raw = document["raw"]
+    note = raw.get("note", "") if isinstance(raw, Mapping) else ""
+    return Result(
+        name=name, date=_date(document), machine=_machine(document["machine"]),
+        versions=", ".join(f"{lib} {number}" for lib, number in document["versions"].items() if number),
+        command=document["command"], rows=rows, runs=tuple(_runs(raw)), note=str(note),
+    )  # fmt: skip
+
+
+def _date(document: Mapping[str, Any], run: int | None = None) -> str:
+    """The day, of one of the runs that a file joins."""
+    told = document if run is None else document["raw"]["runs"][run - 1]
+    return str(told["date"])[:10]
 
 
 def _machine(told: Mapping[str, Any]) -> str:

@@ -103,16 +103,17 @@ def document(**more: Any) -> dict[str, Any]:
 
 def test_a_result_that_comes_later_finds_its_place() -> None:
     """By rule: its figures go to the top, to where we lose, to a picture, to a section of its own."""
+    waits = {"ttft_ms": {"p50": 40.0, "p99": 90.0}, "itl_ms": {"p50": 8.0, "p99": 20.5}}
     run = {
-        "row": "2_256_256", "system": "auto", "tok_s": 13_000.4, "predicted_tok_s": 13_700.0, "client_cpu": 0.2,
-        "waits": {"best_effort": {"ttft_ms": {"p50": 40.0, "p99": 90.0}, "itl_ms": {"p50": 8.0, "p99": 20.5}}},
+        "row": "2_256_256", "system": "auto", "tok_s": 13_000.4, "predicted_tok_s": 13_700.0,
+        "client_cpu": 0.2, "waits": {"best_effort": waits},
     }  # fmt: skip
     raw = {"predicted": {"kept_2": [0.96, "measured before"]}, "engine": {"table": [run]}}
     assert "Not measured yet: `h200-peers`, " in page({}, {})
     result = result_of("h200-peers", document(raw=raw))
     text = page({"h200-peers": result}, {"h200-peers": "auto.md"})
     assert "| 0.9 | 0.96 | at least 0.98 | **no** | 2030-01-02 | [h200-peers](#h200-peers) |" in text
-    assert "`h200-peers`, " not in text and "`kept_50` of `h200-peers`" in text
+    assert "Not measured yet: `h200-peers`, " not in text and "`kept_50` of `h200-peers`" in text
     assert "Told in [auto.md](measurements/auto.md)." in text
     assert "| `2_256_256` | auto | 13,000 | 13,700 | best_effort: 40, 90; 8, 20.5 | 0.2 |  |  |" in text
     lost = text.partition("## Where we lose")[2].partition("\n## ")[0]
@@ -137,6 +138,15 @@ def test_a_result_that_contradicts_itself_is_refused() -> None:
     wrong["figures"]["kept_2"]["met"] = True
     with pytest.raises(ValueError, match="kept_2"):
         result_of("x", wrong)
+
+
+def test_a_figure_of_joined_runs_has_the_date_of_its_own() -> None:
+    joined = document(raw={"note": "Two runs.", "runs": [{"date": "2030-01-01T"}, {"date": "2030-01-02T"}]})
+    joined["figures"]["kept_2"]["run"] = 1
+    result = result_of("x", joined)
+    assert [row.date for row in result.rows] == ["2030-01-01", "2030-01-02", "2030-01-02"]
+    text = page({"x": result}, {})
+    assert "**no** | 2030-01-01 |" in text and "\n\nTwo runs.\n\n" in text
 
 
 def test_results_have_a_page_that_tells_of_them() -> None:
