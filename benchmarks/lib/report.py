@@ -72,7 +72,7 @@ def report(name: str, figures: Mapping[str, Figure], raw: Any, directory: Path |
 def validate(document: Mapping[str, Any]) -> None:
     """Raises ValueError naming what is missing or inconsistent.
 
-    A file that joins several runs has them in `raw["runs"]`. A figure of it may name its own, `run`, from 1 on.
+    A file that joins several runs has them in `raw["runs"]`. Its figures may name theirs: `run`, from 1 on.
     """
     for key in ("machine", "versions", "date", "command", "figures", "raw"):
         if key not in document:

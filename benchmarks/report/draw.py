@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
 import matplotlib.pyplot as plt
 
 from benchmarks.report.charts import Chart
 
 COLOURS = ("#64748b", "#0f5fb8", "#d97706", "#7c3aed")
-INVARIANT = "#b45309"
 
 
 def draw(chart: Chart, folder: Path) -> None:
     """Writes one picture."""
-    matplotlib.use("svg")
     style = {"svg.hashsalt": "llm42", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-    with plt.rc_context({**matplotlib.rcParamsDefault, **style, "backend": "svg"}):
+    with plt.rc_context({**plt.rcParamsDefault, **style}):
         figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
         width = 0.8 / len(chart.series)
         for number, (name, values) in enumerate(chart.series):
@@ -33,7 +30,7 @@ def draw(chart: Chart, folder: Path) -> None:
             axes.bar_label(bars, fmt=_short, fontsize=6)
         if chart.line is not None:
             axes.axhline(chart.line, color="#334155", linewidth=1, label="plain vLLM")
-        axes.set_xticks(range(len(chart.labels)), chart.labels)
+        axes.set_xticks(range(len(chart.labels)), [label.replace(", ", "\n") for label in chart.labels])
         axes.set_ylabel(chart.unit)
         axes.set_title(chart.title, fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
