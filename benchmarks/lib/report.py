@@ -70,12 +70,15 @@ def report(name: str, figures: Mapping[str, Figure], raw: Any, directory: Path |
 
 
 def validate(document: Mapping[str, Any]) -> None:
-    """Raises ValueError naming what is missing or inconsistent."""
+    """Raises ValueError naming what is missing or inconsistent.
+
+    A file that joins several runs has them in `raw["runs"]`. Its figures may name theirs: `run`, from 1 on.
+    """
     for key in ("machine", "versions", "date", "command", "figures", "raw"):
         if key not in document:
             raise ValueError(f"a result lacks {key!r}")
     for key, f in document["figures"].items():
-        if set(f) != {"value", "unit", "target", "better", "met"}:
+        if set(f) - {"run"} != {"value", "unit", "target", "better", "met"}:
             raise ValueError(f"figure {key} has the fields {sorted(f)}")
         if f["met"] != Figure(f["value"], f["unit"], f["target"], f["better"]).met:
             raise ValueError(f"figure {key} says met={f['met']}, which its target contradicts")

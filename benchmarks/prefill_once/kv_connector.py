@@ -1,5 +1,5 @@
 """A vLLM KV connector that reads a prompt's keys and values from the verifier's cache: a proof, not a part of
-the service (NOTES.md, "Prefilling once").
+the service (docs/measurements/prefill-once.md).
 
 A request takes part when `SamplingParams.extra_args["kv_transfer_params"]` is a handle:
 `{"pool": description of a KV pool (kv_pool.describe), "blocks": [ids], "tokens": n}`: the blocks hold the

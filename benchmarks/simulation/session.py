@@ -24,8 +24,8 @@ SERVICES = {
     "far": Costs(round_trip=0.45),
     "busy": Costs(host_per_output=1e-4, host_per_window=1e-3),
 }
-"""Commits come at once, late (as a run on GPUs must have had it: NOTES.md), or through a driver's process
-that has hardly time for them."""
+"""Commits come at once, late (as a run on GPUs must have had it: docs/measurements/rollbacks.md), or
+through a driver's process that has hardly time for them."""
 
 
 class Before(Session):

@@ -5,7 +5,7 @@
 
 Parts: steps attention scheduler certify invariance smollm2 vllm fa3. Last result: benchmarks/results.
 Needs CUBLASLT_WORKSPACE_SIZE=0 CUBLAS_WORKSPACE_CONFIG=:0:0. `smollm2` needs the model (SMOLLM2, a GGUF
-file) and transformers; `vllm` and `fa3` need vLLM. What is measured and how: benchmarks/NOTES.md.
+file) and transformers; `vllm` and `fa3` need vLLM. What is measured and how: docs/measurements/verifier.md.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ MEASURED = {
     ),
 }
 """With `verifier.affinity: vllm`, at temperature 0, every request deterministic (README.md, and
-benchmarks/NOTES.md)."""
+docs/measurements/affinity.md)."""
 PLAIN_ARGUMENTS = {"kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "attention_config"}
 """Of `engine.vllm.extra_args`: what leaves the measured bits as they were, if attention_config only keeps
 contexts whole."""

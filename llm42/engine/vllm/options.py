@@ -24,7 +24,7 @@ FIXED_COMPILATION = {
 }  # fmt: skip
 """vLLM's compilation_config under which the compiler times no kernels whose order of summation would follow
 from it (combining kernels is decided by time as well, and refused in that mode). It is the compiler's choice
-of kernels only: no slower step was seen with it (benchmarks/NOTES.md)."""
+of kernels only: no slower step was seen with it (docs/measurements/auto.md)."""
 MAX_LOGPROBS = 20
 _DRAW = "llm42.engine.vllm.draw:CanonicalDraw"
 _AMX = "llm42.engine.vllm.amx.AllowsAMX"
