@@ -1,8 +1,9 @@
-"""serve_config.yaml and serve_config.canonical.yaml, from the settings tree: names and defaults of the
-fields, descriptions as comments.
+"""serve_config.yaml and its variants, from the settings tree: names and defaults of the fields, descriptions
+as comments.
 
 python helm/serve_config.py > serve_config.yaml
 python helm/serve_config.py canonical > serve_config.canonical.yaml
+python helm/serve_config.py gpu > serve_config.gpu.yaml
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -20,17 +22,46 @@ from llm42.config.section import TEST_PLANT, Section
 
 WIDTH = 120
 IN_HTTP_OPTIONS = ("server.host", "server.port")
-TOPICS = {
-    "": "The configuration of the service, as Ray Serve reads it:",
-    "canonical": "The service in the canonical layout: no fast path, verifiers decode every request.",
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A file: what it is for, and where it differs from the defaults."""
+
+    topic: str
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Section -> its fields that are not at their defaults."""
+    note: str = ""
+    """What to do before the start."""
+
+    @property
+    def names(self) -> list[str]:
+        """The dotted names of these fields."""
+        return [f"{section}.{name}" for section, values in self.own.items() for name in values]
+
+
+VARIANTS = {
+    "": Variant("The configuration of the service, as Ray Serve reads it:"),
+    "canonical": Variant(
+        "The service in the canonical layout: no fast path, verifiers decode every request.",
+        {"engine": {"kind": "canonical"}},
+    ),
+    "gpu": Variant(
+        "The service on one NVIDIA GPU: vLLM as the fast path, and a verifier beside it.",
+        {
+            "model": {"path": "/models/model", "name": "model", "device": "cuda", "max_model_len": 8192},
+            "engine": {"kind": "vllm"},
+        },
+        "Set model.path to yours; all else may stay. Not at their defaults: model.path, model.name,"
+        " model.device, model.max_model_len, engine.kind. What is null has the value of model.device. On a Hopper"
+        " GPU verifier.affinity may be vllm, which keeps rollbacks rare. The GPU holds the weights twice, under"
+        " engine.vllm.gpu_memory_utilization and beside it: a smaller GPU may need another share (docs/vllm.md).",
+    ),
 }
-"""First line by variant. A variant is serve_config.yaml with another engine.kind."""
 HEAD = """\
 # {topic}
 #   one machine:   llm42 serve --config {file}{make}
 #   a Ray cluster: serve deploy {file}
 # Generated from the settings tree (llm42/config/): python helm/serve_config.py {variant}> {file}
-# Everything under `args` is that tree; an unknown or wrong field stops the start with its name. The values
+{note}# Everything under `args` is that tree; an unknown or wrong field stops the start with its name. The values
 # here are the defaults, except where a comment says otherwise{beside}. Beside `args`, `llm42 serve`
 # honours host and port; it refuses other options of Ray Serve by name, as they need a cluster.
 
@@ -49,19 +80,22 @@ applications:
 """
 
 
-def serve_config(variant: str = "") -> str:
-    """The file's text. variant: of TOPICS."""
-    settings = Settings.load({"engine": {"kind": variant}} if variant else {})
+def serve_config(name: str = "") -> str:
+    """The file's text. name: of VARIANTS."""
+    variant = VARIANTS[name]
+    settings = Settings.load(variant.own)
+    own = ", ".join(variant.names) if len(variant.names) < 2 else "the fields named above"
     words = {
-        "topic": TOPICS[variant],
-        "file": f"serve_config.{variant}.yaml" if variant else "serve_config.yaml",
-        "make": "" if variant else "     (what `make run` does)",
-        "variant": f"{variant} " if variant else "",
-        "beside": ", and engine.kind" if variant else "",
+        "topic": variant.topic,
+        "file": f"serve_config.{name}.yaml" if name else "serve_config.yaml",
+        "make": "" if name else "     (what `make run` does)",
+        "variant": f"{name} " if name else "",
+        "note": "".join(f"{line}\n" for line in _comment(variant.note, "")),
+        "beside": f", and {own}" if own else "",
     }
     lines = [HEAD.format(**words, host=settings.server.host, port=settings.server.port).rstrip()]
-    for name in Settings.model_fields:
-        lines += [*_section(name, getattr(settings, name), " " * 6), ""]
+    for section in Settings.model_fields:
+        lines += [*_section(section, getattr(settings, section), " " * 6), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -70,12 +104,12 @@ def _section(path: str, section: Section, indent: str) -> Iterator[str]:
     yield from _comment(inspect.getdoc(type(section)), indent)
     yield f"{indent}{path.split('.')[-1]}:"
     indent += "  "
-    for name, field in type(section).model_fields.items():
+    for name, info in type(section).model_fields.items():
         value, inner = getattr(section, name), f"{path}.{name}"
         if isinstance(value, Section):
             yield from _section(inner, value, indent)
-        elif inner not in IN_HTTP_OPTIONS and TEST_PLANT not in field.metadata:
-            yield from _comment(field.description, indent)
+        elif inner not in IN_HTTP_OPTIONS and TEST_PLANT not in info.metadata:
+            yield from _comment(info.description, indent)
             yield f"{indent}{name}: {_yaml_value(None if inner in BY_OTHERS else value)}"
 
 

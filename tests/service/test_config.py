@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from llm42.config import BY_OTHERS, SessionSettings, Settings
+from llm42.config import BY_OTHERS, GPU_DEFAULTS, SessionSettings, Settings
 from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
@@ -19,8 +19,21 @@ from llm42_serve.preflight import require_free_port
 from tests.chart.generate import load
 
 CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
-VARIANTS = {"": CONFIG, "canonical": CONFIG.with_suffix(".canonical.yaml")}
-both_files = pytest.mark.parametrize("variant", VARIANTS)
+VARIANTS = {
+    "": CONFIG,
+    "canonical": CONFIG.with_suffix(".canonical.yaml"),
+    "gpu": CONFIG.with_suffix(".gpu.yaml"),
+}
+OWN: dict[str, dict[str, Any]] = {
+    "": {},
+    "canonical": {"engine": {"kind": "canonical"}},
+    "gpu": {
+        "model": {"path": "/models/model", "name": "model", "device": "cuda", "max_model_len": 8192},
+        "engine": {"kind": "vllm"},
+    },
+}
+"""Where a variant is not at the defaults."""
+all_files = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -31,10 +44,10 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-@both_files
+@all_files
 @pytest.mark.usefixtures("shipped_defaults")
 def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default(variant: str) -> None:
-    """But for the kind of engine of a variant."""
+    """But for what is a variant's own."""
     data = yaml.safe_load(VARIANTS[variant].read_text())
     (app,) = ServeDeploySchema.model_validate(data).applications
     assert app.import_path == "llm42_serve.app:build"
@@ -44,14 +57,15 @@ def test_the_file_is_a_ray_serve_config_with_every_setting_at_its_default(varian
     assert set(defaults) - set(written) == elsewhere | {"engine.corrupt_share"}, (
         "the test plant is not for it"
     )
-    own = {"engine.kind"} if variant else set()
-    assert {name for name, value in written.items() if value != defaults[name]} == own | set(BY_OTHERS)
+    own = leaves(OWN[variant])
+    assert {name for name, value in written.items() if value != defaults[name]} == set(own) | set(BY_OTHERS)
+    assert {name: written[name] for name in own} == own
     assert all(written[name] is None for name in BY_OTHERS)
-    shipped = Settings.load({"engine": {"kind": variant}} if variant else {})
+    shipped = Settings.load(OWN[variant])
     assert read_serve_config(VARIANTS[variant]) == absolute(shipped)
 
 
-@both_files
+@all_files
 @pytest.mark.usefixtures("shipped_defaults")
 def test_it_is_what_the_generator_writes(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     serve_config, text = load("serve_config").serve_config, VARIANTS[variant].read_text()
@@ -60,7 +74,24 @@ def test_it_is_what_the_generator_writes(variant: str, monkeypatch: pytest.Monke
     assert text != serve_config(variant), "the control"
 
 
-@both_files
+def test_on_a_gpu_only_the_models_path_is_to_be_set(tmp_path: Path) -> None:
+    """What follows from the device does so; the same file for a CPU, the control, has other values."""
+    text = VARIANTS["gpu"].read_text()
+    file = tmp_path / "mine.yaml"
+    file.write_text(text.replace("path: /models/model\n", "path: /data/mine\n"))
+    settings = read_serve_config(file)
+    assert settings.model.path == "/data/mine"
+    sizes = {name: getattr(settings.verifier, name) for name in GPU_DEFAULTS}
+    assert sizes == GPU_DEFAULTS
+    assert settings.engine.vllm.dtype is None, "the model's"
+    file.write_text(text.replace("device: cuda\n", "device: cpu\n"))
+    other = read_serve_config(file).verifier
+    assert {name for name in GPU_DEFAULTS if getattr(other, name) != sizes[name]} == set(GPU_DEFAULTS)
+    head = " ".join(line.strip("# ") for line in text.partition("proxy_location")[0].splitlines())
+    assert all(name in head for name in leaves(OWN["gpu"])), "the file names what is not a default"
+
+
+@all_files
 def test_every_setting_has_a_comment_near_it(variant: str) -> None:
     lines = VARIANTS[variant].read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.strip() == "model:")

@@ -36,7 +36,7 @@ MEASURED = {
         "0.2 to 9.6 of 1,000 tokens at 64 requests at a time and more, some 5 at 8 and at 1"
     ),
 }
-"""With `verifier.affinity: vllm`, at temperature 0, every request deterministic (README.md, and
+"""With `verifier.affinity: vllm`, at temperature 0, every request deterministic (docs/vllm.md, and
 docs/measurements/affinity.md)."""
 PLAIN_ARGUMENTS = {"kv_cache_memory_bytes", "max_num_seqs", "max_num_batched_tokens", "attention_config"}
 """Of `engine.vllm.extra_args`: what leaves the measured bits as they were, if attention_config only keeps
