@@ -35,9 +35,7 @@ def figures_of(rows: Rows, level: str) -> dict[str, Figure]:
 
 def ratio(rounds: Sequence[Round], lane: str, key: str = "tok_s") -> float | None:
     """The median over the rounds of a system's value over vLLM's in the same round."""
-    each = [
-        r[lane][key] / r["vllm"][key] for r in rounds if lane in r and "vllm" in r and r["vllm"].get(key)
-    ]
+    each = [r[lane][key] / r["vllm"][key] for r in rounds if lane in r and "vllm" in r and r["vllm"].get(key)]
     return round(statistics.median(each), 4) if each else None
 
 

@@ -54,9 +54,7 @@ SHAPES = {
 }
 """As many at a time as have room in the KV of a vLLM that shares the GPU with two more copies of the weights
 (cells.py): the same number in every command, so that one command's figures can be read beside another's."""
-LOW = {
-    f"low_{count}": Load(count, (256,), (256,), ramp_s=1.0, window_s=4.5) for count in (1, 4, 16)
-}
+LOW = {f"low_{count}": Load(count, (256,), (256,), ramp_s=1.0, window_s=4.5) for count in (1, 4, 16)}
 LOADS = SHAPES | LOW
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.direct.http import KV_TOKEN_BYTES, Server
+from benchmarks.direct.http import Server
 from benchmarks.lib.processes import free_port
 from benchmarks.peers.cells import KV_TOKENS, MAX_LEN, VERIFIER_KV_TOKENS
 
@@ -78,13 +78,7 @@ def tree_of(lane: str, args: argparse.Namespace, path: str) -> dict[str, Any]:
 def _ours(lane: str, args: argparse.Namespace, path: str) -> Server:
     port, file = free_port(), args.out / f"{lane}.settings.json"
     tree = tree_of(lane, args, path)
-    if not args.cpu and lane != "canonical":  # a replica and a verifier on one GPU
-        tree["engine"]["gpus"] = 0.5
-        tree["verifier"]["gpus"] = 0.5
     file.write_text(json.dumps(tree))
     command = [sys.executable, "-m", "llm42", "serve", "-c", str(file), "--port", str(port)]
     environment = {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled")}
     return Server(lane, command, environment, port)
-
-
-__all__ = ["KV_TOKEN_BYTES", "server_of", "tree_of"]

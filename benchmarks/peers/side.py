@@ -130,7 +130,10 @@ class TimedReplica(Replica):
         while not seen.meter.over:
             one = next(source)
             self.count += 1
-            name, seen.running[one.deterministic] = f"{salt}-{self.count}", seen.running[one.deterministic] + 1
+            name, seen.running[one.deterministic] = (
+                f"{salt}-{self.count}",
+                seen.running[one.deterministic] + 1,
+            )
             tokens, stats = list[int](), None
             request = Request(
                 name, one.prompt, one.tokens, deterministic=one.deterministic, seeded=False, cache_salt=salt
