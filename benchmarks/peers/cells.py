@@ -1,9 +1,9 @@
 """Which systems run which loads in which command, how long that takes, and what is predicted. Pure.
 
-One GPU does not hold all systems: a copy of an 8B's weights takes 15 GB, the KV of its requests 20 GB. So there
-are groups, each with vLLM as it comes, and each ratio is taken within one command:
+One GPU does not hold all systems: a copy of an 8B's weights takes 15 GB, the KV of its requests 20 GB. So
+there are groups, each with vLLM as it comes, and each ratio is taken within one command:
 
-canonical   vllm, invariant (VLLM_BATCH_INVARIANT=1), canonical (our verifier decoding alone): 3 copies, 60 GB of KV
+canonical   vllm, invariant (VLLM_BATCH_INVARIANT=1), canonical (the verifier alone): 3 copies, 60 GB of KV
 auto        vllm, and ours with vLLM and a verifier, in session.mode auto or verify: 3 copies, 77 GB of KV
 verify      the same over HTTP with verify pinned, since a service has one mode from its start
 """

@@ -11,9 +11,9 @@ round of one command. level engine: each system's engine in a process, with the 
 `vllm serve` and `llm42 serve`, streams, one client process for all; its CPU share is in the result, and above
 0.7 of a core the client is what is measured.
 
-A row is PERCENT_LOAD: of its requests, so many are deterministic; they enter as others end, and what is counted
-is a window after a ramp (benchmarks/verify_mode/loads.py). PERCENT_open_LOAD: requests come at random, at 60 %
-of the tokens per second that vLLM made of the load in this run. Of each row and system: output tokens/s, time
+A row is PERCENT_LOAD: of its requests, so many are deterministic; they enter as others end, and what is
+counted is a window after a ramp (benchmarks/verify_mode/loads.py). PERCENT_open_LOAD: requests come at
+random, at 60 % of the tokens per second that vLLM made of the load in this run. Of each row and system: output tokens/s, time
 to first token, time per token and gaps between deliveries by class (p50, p99: latency.py), rollbacks and lost
 tokens, memory, the client's CPU, and what was predicted before any run.
 
@@ -58,6 +58,7 @@ from llm42.checkpoint.description import read_config
 from tests.support import write_model
 
 NAME, SPARE_S = "h200-peers", 6.0
+OURS_AND_OTHERS = ("invariant", "canonical", "auto", "verify")
 
 
 class Peers:
@@ -73,7 +74,7 @@ class Peers:
         self.raw: dict[str, Any] = {
             "arguments": arguments(args), "predicted": {k: list(v) for k, v in PREDICTED.items()},
             "notes": [], "left_out": [*left_out([row.name for row in rows], args.level)], "rows": {},
-            "not_in_group": [s for s in ("invariant", "canonical", "auto", "verify") if s not in GROUPS[args.group]],
+            "not_in_group": [s for s in OURS_AND_OTHERS if s not in GROUPS[args.group]],
         }  # fmt: skip
 
     @property

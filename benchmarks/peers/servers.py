@@ -18,8 +18,8 @@ CPU_SERVERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "O
 
 
 def server_of(lane: str, args: argparse.Namespace, path: str) -> Server:
-    """Not started yet. Where there is no vLLM (--engine torch), the torch engine without a verifier stands for
-    it: that tries the script."""
+    """Not started yet. Where there is no vLLM (--engine torch), the torch engine without a verifier stands in:
+    that tries the script."""
     if lane in ("vllm", "invariant") and args.engine == "vllm":
         return _vllm(lane, args, path)
     return _ours(lane, args, path)
@@ -52,16 +52,21 @@ def tree_of(lane: str, args: argparse.Namespace, path: str) -> dict[str, Any]:
     verifier = CPU_KV_TOKENS if cpu else KV_TOKENS if lane == "canonical" else VERIFIER_KV_TOKENS
     tree: dict[str, Any] = {
         "model": {
-            "path": path, "name": "m", "device": "cpu" if cpu else "cuda", "dtype": "float32" if cpu else "bfloat16",
-            "max_model_len": CPU_MAX_LEN if cpu else MAX_LEN,
+            "path": path, "name": "m", "device": "cpu" if cpu else "cuda",
+            "dtype": "float32" if cpu else "bfloat16", "max_model_len": CPU_MAX_LEN if cpu else MAX_LEN,
         },
         "verifier": {
             "kv_tokens": verifier, "audit_share": 0.0, "max_waiting": 16_384,
             "certificate_dir": str(args.out / "certificates"),
             "affinity": "none" if cpu or lane == "canonical" else "vllm",
         },
-        "server": {"verifiers": 0 if lane == "vllm" else args.verifiers, "max_queued": 16_384},
+        "server": {
+            "verifiers": 0 if lane == "vllm" else args.verifiers, "max_queued": 16_384,
+            "fastpath_replicas": getattr(args, "replicas", 1),
+        },
     }  # fmt: skip
+    if (count := getattr(args, "replicas", 1)) > 1:  # on one GPU
+        tree["verifier"]["gpus"] = (0.9 if lane == "canonical" else 0.1) / count
     if lane == "canonical":
         return tree | {"engine": {"kind": "canonical", "canonical": {"max_num_seqs": MOST}}}
     vllm = {
@@ -71,6 +76,7 @@ def tree_of(lane: str, args: argparse.Namespace, path: str) -> dict[str, Any]:
     }  # fmt: skip
     tree["engine"] = {
         "kind": args.engine, "vllm": vllm, "kv_tokens": kv_tokens, "max_batch": 64, "threads": 1,
+        "gpus": 0.8 / count,
     }  # fmt: skip
     return tree | {"session": {"mode": "verify" if lane == "vllm" else lane}}
 

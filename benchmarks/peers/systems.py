@@ -1,4 +1,4 @@
-"""The systems of a command as h200.py gives them loads: as engines in processes, or as servers with one client."""
+"""The systems of a command, to which h200.py gives loads: engines in processes, or servers and one client."""
 
 from __future__ import annotations
 
