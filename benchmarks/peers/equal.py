@@ -3,11 +3,12 @@
     python -m benchmarks.peers.equal --out DIR --tokenizer SMOLLM2.gguf --systems auto vllm
     python -m benchmarks.peers.equal --out DIR --cpu --count 60 --tokens 12     tries the script
 
-One prompt, SmolLM2, greedy, 128 tokens with log-probabilities; among other requests of all lengths, which come
-and go. An output is the token ids and the log-probabilities, as the server wrote them. Of ours it is asked
-three times: a part after a fresh start (`started`: the service is ended and started anew), a part of one with
-two replicas and as many verifiers (`replicas`), and the rest under mixed load (`mixed`); all have to be the one
-output. vLLM as it comes, and with VLLM_BATCH_INVARIANT=1 (`invariant`), has no flag: the same requests without it.
+One prompt, SmolLM2, greedy, 128 tokens with log-probabilities; among other requests of all lengths, which
+come and go. An output is the token ids and the log-probabilities, as the server wrote them. Of ours it is
+asked three times: a part after a fresh start (`started`: the service is ended and started anew), a part of
+one with two replicas and as many verifiers (`replicas`), and the rest under mixed load (`mixed`); all have to
+be the one output. vLLM as it comes, and with VLLM_BATCH_INVARIANT=1 (`invariant`), has no flag: the same requests
+without it.
 
 Served: distinct_outputs_10000 (ours: of all parts together), vllm_distinct_outputs_10000,
 invariant_distinct_outputs_10000, each with how many requests it is of. The negative control is vLLM's
@@ -35,6 +36,7 @@ from benchmarks.lib.report import Figure, arguments, report
 from benchmarks.peers.cells import PREDICTED
 from benchmarks.peers.servers import server_of
 from llm42.checkpoint.description import read_config
+from llm42.engine.vllm.export import export_model
 from tests.support import write_model
 
 NAME, PROMPT_TOKENS = "h200-peers-equal", 40
@@ -160,6 +162,8 @@ def parts_of(system: str, count: int) -> dict[str, int]:
 async def run_part(args: argparse.Namespace, system: str, part: str, count: int, path: str) -> Outputs:
     """With a server of its own. Raises RuntimeError when that does not start."""
     args.verifiers = args.replicas = 2 if part == "replicas" else 1
+    if system not in OURS and args.engine == "vllm":  # which reads no GGUF files
+        path = str(export_model(path, "bfloat16", Path(args.scratch or args.out)))
     server, seen, began = server_of(system, args, path), Outputs(), time.monotonic()
     vocab = 256 if args.cpu else 49_152
     server.start(args.out)
@@ -222,7 +226,7 @@ def main() -> None:
     path = str(write_model(place / "tiny", positions=4096)) if args.cpu else args.tokenizer
     c = read_config(Path(path))
     args.kv_token_bytes = c.num_layers * 2 * c.num_kv_heads * c.head_dim * 2
-    args.tokenizer_directory = ""
+    args.max_len = 2048
     found: dict[str, dict[str, Outputs]] = {}
     raw: dict[str, Any] = {
         "arguments": arguments(args), "notes": [], "left_out": [], "parts": {},

@@ -13,9 +13,9 @@ round of one command. level engine: each system's engine in a process, with the 
 
 A row is PERCENT_LOAD: of its requests, so many are deterministic; they enter as others end, and what is
 counted is a window after a ramp (benchmarks/verify_mode/loads.py). PERCENT_open_LOAD: requests come at
-random, at 60 % of the tokens per second that vLLM made of the load in this run. Of each row and system: output tokens/s, time
-to first token, time per token and gaps between deliveries by class (p50, p99: latency.py), rollbacks and lost
-tokens, memory, the client's CPU, and what was predicted before any run.
+random, at 60 % of the tokens per second that vLLM made of the load in this run. Of each row and system:
+output tokens/s, time to first token, time per token and gaps between deliveries by class (p50, p99:
+latency.py), rollbacks and lost tokens, memory, the client's CPU, and what was predicted before any run.
 
 kept_P: the mean over the six loads of auto (2, 10, 50 %) or canonical (100 %) over vLLM, as far as they were
 run (loads_in_kept_P), worst_P the worst of them. DIR/NAME.json is written after each row; what did not
@@ -232,7 +232,7 @@ def parsed() -> argparse.Namespace:
     add_arguments(parser)
     args = parser.parse_args()
     args.engine = args.engine or ("torch" if args.cpu else "vllm")
-    args.tokenizer_directory, args.verifiers = "", 1
+    args.verifiers = 1
     args.out.mkdir(parents=True, exist_ok=True)
     args.out = args.out.resolve()
     return args

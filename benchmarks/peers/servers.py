@@ -18,27 +18,30 @@ CPU_SERVERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "O
 
 
 def server_of(lane: str, args: argparse.Namespace, path: str) -> Server:
-    """Not started yet. Where there is no vLLM (--engine torch), the torch engine without a verifier stands in:
-    that tries the script."""
+    """Not started yet. Where there is no vLLM (--engine torch), the torch engine without a verifier stands
+    in: that tries the script."""
     if lane in ("vllm", "invariant") and args.engine == "vllm":
         return _vllm(lane, args, path)
     return _ours(lane, args, path)
 
 
+def max_len_of(args: argparse.Namespace) -> int:
+    """Of all servers."""
+    return CPU_MAX_LEN if args.cpu else int(getattr(args, "max_len", MAX_LEN))
+
+
 def _vllm(lane: str, args: argparse.Namespace, path: str) -> Server:
     port = free_port()
     options: dict[str, Any] = {
-        "model": path, "served-model-name": "m", "port": port, "host": "127.0.0.1", "max-model-len": MAX_LEN,
+        "model": path, "served-model-name": "m", "port": port, "host": "127.0.0.1", "max-model-len": max_len_of(args),
         "max-num-seqs": MOST, "gpu-memory-utilization": 0.25,
         "kv-cache-memory-bytes": args.kv_token_bytes * KV_TOKENS,
     }  # fmt: skip
     if args.cpu:
         options |= {
-            "max-model-len": CPU_MAX_LEN, "kv-cache-memory-bytes": 1 << 28, "block-size": 32,
+            "kv-cache-memory-bytes": 1 << 28, "block-size": 32,
             "dtype": "float32", "gpu-memory-utilization": 0.05,
         }  # fmt: skip
-    if args.tokenizer_directory:
-        options["tokenizer"] = args.tokenizer_directory
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
     command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} | (CPU_SERVERS if args.cpu else {})
@@ -53,7 +56,7 @@ def tree_of(lane: str, args: argparse.Namespace, path: str) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "model": {
             "path": path, "name": "m", "device": "cpu" if cpu else "cuda",
-            "dtype": "float32" if cpu else "bfloat16", "max_model_len": CPU_MAX_LEN if cpu else MAX_LEN,
+            "dtype": "float32" if cpu else "bfloat16", "max_model_len": max_len_of(args),
         },
         "verifier": {
             "kv_tokens": verifier, "audit_share": 0.0, "max_waiting": 16_384,

@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers.side vllm|invariant|canonical|ours OPTIONS REPLY_FD
 
-As benchmarks/verify_mode/side.py (OPTIONS: JSON of `Options`), and what the readers waited for. `invariant` is vLLM in a process that was
+As benchmarks/verify_mode/side.py (OPTIONS: JSON of `Options`), and what the readers waited for. `invariant`
+is vLLM in a process that was
 started with VLLM_BATCH_INVARIANT=1. canonical: a replica without a fast path, whose verifier decodes all,
 best effort too. ours: a replica with vLLM and a verifier; its modes are auto and verify.
 """
