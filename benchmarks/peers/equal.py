@@ -7,10 +7,10 @@ One prompt, SmolLM2, greedy, 128 tokens with log-probabilities; among other requ
 come and go. An output is the token ids and the log-probabilities, as the server wrote them. Of ours it is
 asked three times: a part after a fresh start (`started`: the service is ended and started anew), a part of
 one with two replicas and as many verifiers (`replicas`), and the rest under mixed load (`mixed`); all have to
-be the one output. vLLM as it comes, and with VLLM_BATCH_INVARIANT=1 (`invariant`), has no flag: the same requests
-without it.
+be the one output. vLLM as it comes, and with VLLM_BATCH_INVARIANT=1 (`invariant`), has no flag: the same
+requests without it.
 
-Served: distinct_outputs_10000 (ours: of all parts together), vllm_distinct_outputs_10000,
+Figures: distinct_outputs_10000 (ours: of all parts together), vllm_distinct_outputs_10000,
 invariant_distinct_outputs_10000, each with how many requests it is of. The negative control is vLLM's
 figure: were it 1, the load would have shown nothing, and the run says so.
 """

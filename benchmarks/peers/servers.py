@@ -33,8 +33,8 @@ def max_len_of(args: argparse.Namespace) -> int:
 def _vllm(lane: str, args: argparse.Namespace, path: str) -> Server:
     port = free_port()
     options: dict[str, Any] = {
-        "model": path, "served-model-name": "m", "port": port, "host": "127.0.0.1", "max-model-len": max_len_of(args),
-        "max-num-seqs": MOST, "gpu-memory-utilization": 0.25,
+        "model": path, "served-model-name": "m", "port": port, "host": "127.0.0.1",
+        "max-model-len": max_len_of(args), "max-num-seqs": MOST, "gpu-memory-utilization": 0.25,
         "kv-cache-memory-bytes": args.kv_token_bytes * KV_TOKENS,
     }  # fmt: skip
     if args.cpu:
