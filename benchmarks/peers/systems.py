@@ -18,7 +18,7 @@ from benchmarks.direct.http import Server
 from benchmarks.lib.sides import Dead, Process
 from benchmarks.peers import memory
 from benchmarks.peers.cells import GROUPS, KV_TOKENS, MAX_LEN, VERIFIER_KV_TOKENS
-from benchmarks.peers.client import Client
+from benchmarks.peers.client import PLAIN, Client
 from benchmarks.peers.servers import CPU_KV_TOKENS, CPU_MAX_LEN, server_of
 from benchmarks.verify_mode.h200 import environment_of
 from benchmarks.verify_mode.loads import Load
@@ -154,7 +154,12 @@ class Servers(Systems):
     def __init__(self, args: argparse.Namespace, path: str, vocab: int) -> None:
         super().__init__(args)
         lanes = [lane for lane in GROUPS[args.group] if not (args.group == "auto" and lane == "verify")]
-        self.servers = {lane: server_of(lane, args, path) for lane in lanes}
+        whole = args.engine == "vllm"  # else ours stands for vLLM too: that tries the script
+        mine = [lane for lane in lanes if whole or lane not in PLAIN]
+        self.servers = {lane: server_of(lane, args, path) for lane in mine}
+        self.instead = {
+            lane: Server(lane, [], {}, self.servers[mine[0]].port) for lane in lanes if lane not in mine
+        }
         self.vocab, self.runner = vocab, asyncio.Runner()
 
     def kind_of(self, lane: str) -> str:
@@ -178,6 +183,8 @@ class Servers(Systems):
                     failed.append(f"boot: {error}")
                     server.stop()
                     del self.servers[lane]
+        self.servers |= self.instead
+        self.ready |= dict.fromkeys(self.instead, {"stands_for_vllm": True})
         return failed
 
     def flow(self, lane: str, load: Load, seed: str, limit_s: float, tok_s: float | None) -> dict[str, Any]:
