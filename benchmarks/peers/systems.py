@@ -184,7 +184,7 @@ class Servers(Systems):
                     server.stop()
                     del self.servers[lane]
         self.servers |= self.instead
-        self.ready |= dict.fromkeys(self.instead, {"stands_for_vllm": True})
+        self.ready |= {lane: {"stands_for_vllm": True} for lane in self.instead}
         return failed
 
     def flow(self, lane: str, load: Load, seed: str, limit_s: float, tok_s: float | None) -> dict[str, Any]:
