@@ -18,7 +18,7 @@ CPU_SERVERS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "O
 
 
 def server_of(lane: str, args: argparse.Namespace, path: str) -> Server:
-    """Not started yet. Without vLLM (--engine torch) the torch engine stands for it: that tries the script."""
+    """Not started yet. With --engine torch that engine stands for vLLM: it tries the script."""
     if lane in ("vllm", "invariant") and args.engine == "vllm":
         return _vllm(lane, args, path)
     return _ours(lane, args, path)
