@@ -195,7 +195,7 @@ def merge(out: Path, name: str, files: list[Path]) -> Path:
     for level in LEVELS:
         rows: dict[str, list[dict[str, Any]]] = {}
         for document in documents:
-            if document["raw"]["arguments"].get("level") == level:
+            if document["raw"].get("arguments", {}).get("level") == level:
                 for row, facts in document["raw"]["rows"].items():
                     rows.setdefault(row, []).extend(facts["rounds"])
         if rows:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +26,12 @@ from benchmarks.peers.cells import (
     rows_of,
 )
 from benchmarks.peers.figures import figures_of, table
+from benchmarks.peers.h200 import merge
 from benchmarks.peers.latency import Latencies
 from benchmarks.peers.loads import CHAT, DOCUMENTS, LOADS, SHAPES, SHARES, longest
 from benchmarks.verify_mode.loads import wanted
+
+DOCUMENT = {"machine": {}, "versions": {}, "date": "", "command": "x"}
 
 
 def run(tok_s: float, **more: Any) -> dict[str, Any]:
@@ -248,3 +253,30 @@ def test_fewer_requests_are_not_called_10000() -> None:
     figures = equal.figures_of({"auto": {"mixed": outputs(a=70)}}, 10_000)
     assert "distinct_outputs_10000" not in figures and figures["distinct_outputs_70"].met
     assert not figures["equal_requests"].met
+
+
+# ---- one result of several commands
+
+
+def test_a_merged_result_takes_each_ratio_within_its_command(tmp_path: Path) -> None:
+    def document(level: str, name: str, vllm: float, ours: float) -> Path:
+        rows = {name: {"rounds": [{"vllm": run(vllm), "canonical": run(ours)}]}}
+        raw = {"arguments": {"level": level}, "rows": rows}
+        path = tmp_path / f"{level}-{name}-{vllm}.json"
+        path.write_text(json.dumps(DOCUMENT | {"figures": {}, "raw": raw}))
+        return path
+
+    parts = [
+        document("engine", "100_chat", 100, 90),
+        document("engine", "100_256_256", 10, 10),  # another clock: no ratio across
+        document("http", "100_chat", 100, 80),
+    ]
+    equal_part = tmp_path / "equal.json"
+    told = {"value": 1, "unit": "outputs", "target": 1, "better": "lower", "met": True}
+    equal_part.write_text(json.dumps(DOCUMENT | {"figures": {"distinct_outputs_10000": told}, "raw": {}}))
+    whole = json.loads(merge(tmp_path, "whole", [*parts, equal_part]).read_text())
+    found = {name: figure["value"] for name, figure in whole["figures"].items()}
+    assert (found["kept_100"], found["worst_100"], found["http_kept_100"]) == (0.95, 0.9, 0.8)
+    assert found["distinct_outputs_10000"] == 1
+    assert "10_chat" in whole["raw"]["engine"]["left_out"]
+    assert "100_256_256" in whole["raw"]["http"]["left_out"]
