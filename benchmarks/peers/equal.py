@@ -137,8 +137,11 @@ class Asker:
             }  # fmt: skip
             if self.server.kind in OURS and rng.random() < 0.3:
                 body["deterministic"] = True
-            await self._post(body)
-            seen.noise += 1
+            try:
+                await self._post(body)
+                seen.noise += 1
+            except (aiohttp.ClientError, TimeoutError, RuntimeError) as error:
+                seen.failed.append(f"another request: {error!r}"[:300])
             await asyncio.sleep(rng.choice((0.0, 0.0, 0.05, 0.5)))
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
