@@ -109,7 +109,7 @@ class VerifyBench(Bench):
         print(f"{stage}: about {BOOT_S[stage]:.0f} s to boot {kinds}, {self.left_s:.0f} left", flush=True)
         for kind in kinds:
             words = [kind, json.dumps(asdict(options))]
-            environment = _environment(kind, options)
+            environment = environment_of(kind, options)
             self.sides[kind] = Process(kind, "benchmarks.verify_mode.side", words, environment, logs)
         end = min(began + args.boot_s, self.deadline - SPARE_S)
         for kind in kinds:
@@ -249,7 +249,7 @@ class VerifyBench(Bench):
         print("best_effort_step_max", ratios, "predicted", PREDICTED["best_effort_step_max"], flush=True)
 
 
-def _environment(kind: str, options: Options) -> dict[str, str]:
+def environment_of(kind: str, options: Options) -> dict[str, str]:
     """As a replica has it, and as vLLM comes. Nothing of ours is in the latter's."""
     plain = {key: value for key, value in os.environ.items() if key not in CUBLAS_ENVIRONMENT}
     plain |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
