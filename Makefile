@@ -34,36 +34,37 @@ VLLM_REQUIREMENTS := import importlib.metadata as m, re; \
 # One thread: two that wait for each other make no progress when something else wants a core.
 VLLM_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=WARNING
 
-.PHONY: run demo test test-all test-vllm test-isa lint format clean
+.PHONY: run demo test test-all test-vllm test-isa lint format clean help
 .DELETE_ON_ERROR:
 
-run: $(INSTALLED) $(MODEL)
+# The first target is what `make` alone makes: still the service.
+run: $(INSTALLED) $(MODEL) ## the service on 127.0.0.1:8000; CONFIG=serve_config.yaml
 	@exec $(BIN)/llm42 serve --config $(CONFIG)
 
-demo: $(INSTALLED) $(MODEL)
+demo: $(INSTALLED) $(MODEL) ## the same prompts alone and under load, without determinism and with it
 	@exec $(BIN)/llm42 demo --config $(CONFIG) $(DEMO_ARGS)
 
 # What is not marked slow, in processes side by side (tests/tiers.py); its last line says what was left out.
-test: lint $(MODEL)
+test: lint $(MODEL) ## linters, types and what is quick; PYTEST_ARGS=
 	$(BIN)/python -m tests.tiers quick $(PYTEST_ARGS)
 
 # Everything that needs neither a GPU nor vLLM.
-test-all: lint $(MODEL)
+test-all: lint $(MODEL) ## everything that needs neither a GPU nor vLLM
 	$(BIN)/python -m tests.tiers all $(PYTEST_ARGS)
 
 # The protocol tests once more, with vLLM as the fast path.
-test-vllm: $(VLLM_INSTALLED) $(MODEL)
+test-vllm: $(VLLM_INSTALLED) $(MODEL) ## the protocol tests with vLLM on a CPU; VLLM_CPU=0.27.0
 	$(VLLM_ENV) $(VLLM_BIN)/python -m tests.tiers vllm $(PYTEST_ARGS)
 
 # What compares bits, with the libraries held to other instruction sets and thread counts (tests/isa.py).
-test-isa: $(MODEL)
+test-isa: $(MODEL) ## what compares bits, under other instruction sets and thread counts
 	$(BIN)/python -m tests.isa $(ISA_ARGS)
 
-lint: $(INSTALLED)
+lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)
+format: $(INSTALLED) ## ruff mends and formats
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -92,6 +93,9 @@ $(MODEL): | $(INSTALLED)
 	$(BIN)/python -m llm42.checkpoint.fetch
 	@mkdir -p $(@D) && touch $@
 
-clean:
+clean: ## remove the environments, the models, the caches
 	rm -rf $(VENV) .venv-vllm* .models .cache build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -133,21 +131,3 @@ def test_a_package_of_that_name_in_front_would_break_it(distribution: Path, tmp_
     done = _python(BESIDE, paths=[str(tmp_path), *PATHS, str(distribution)])
     assert done.returncode != 0
     assert "from 'kernels'" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_wheel_has_our_names_only(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for name in ("llm42", "kernels", "deployments"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode and "setuptools" in done.stderr and "No matching distribution" in done.stderr:
-        pytest.skip("the wheel's build tools cannot be had here")
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("llm42-*.whl")
-    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {n for n in names if not n.endswith(".dist-info")} == {"llm42", "llm42_kernels", "llm42_serve"}
