@@ -11,9 +11,9 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,12 +22,13 @@ from llm42.config.section import TEST_PLANT, Section
 
 WIDTH = 120
 IN_HTTP_OPTIONS = ("server.host", "server.port")
-@dataclass(frozen=True, slots=True)
-class Variant:
+
+
+class Variant(NamedTuple):
     """A file: what it is for, and where it differs from the defaults."""
 
     topic: str
-    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+    own: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """Section -> its fields that are not at their defaults."""
     note: str = ""
     """What to do before the start."""
@@ -51,9 +52,10 @@ VARIANTS = {
             "engine": {"kind": "vllm"},
         },
         "Set model.path to yours; all else may stay. Not at their defaults: model.path, model.name,"
-        " model.device, model.max_model_len, engine.kind. What is null has the value of model.device. On a Hopper"
-        " GPU verifier.affinity may be vllm, which keeps rollbacks rare. The GPU holds the weights twice, under"
-        " engine.vllm.gpu_memory_utilization and beside it: a smaller GPU may need another share (docs/vllm.md).",
+        " model.device, model.max_model_len, engine.kind. What is null follows from model.device. On a"
+        " Hopper GPU verifier.affinity may be vllm, which keeps rollbacks rare. The GPU holds the weights"
+        " twice, under engine.vllm.gpu_memory_utilization and beside it: a smaller GPU may need another"
+        " share (docs/vllm.md).",
     ),
 }
 HEAD = """\
@@ -61,7 +63,8 @@ HEAD = """\
 #   one machine:   llm42 serve --config {file}{make}
 #   a Ray cluster: serve deploy {file}
 # Generated from the settings tree (llm42/config/): python helm/serve_config.py {variant}> {file}
-{note}# Everything under `args` is that tree; an unknown or wrong field stops the start with its name. The values
+{note}\
+# Everything under `args` is that tree; an unknown or wrong field stops the start with its name. The values
 # here are the defaults, except where a comment says otherwise{beside}. Beside `args`, `llm42 serve`
 # honours host and port; it refuses other options of Ray Serve by name, as they need a cluster.
 
@@ -83,7 +86,7 @@ applications:
 def serve_config(name: str = "") -> str:
     """The file's text. name: of VARIANTS."""
     variant = VARIANTS[name]
-    settings = Settings.load(variant.own)
+    settings = Settings.load(dict(variant.own))
     own = ", ".join(variant.names) if len(variant.names) < 2 else "the fields named above"
     words = {
         "topic": variant.topic,

@@ -1,4 +1,4 @@
-"""A wheel is built, installed into a new environment, and started there: what a user gets who has no clone."""
+"""A wheel is built, installed into a new environment, and started there, as a user without a clone has it."""
 
 from __future__ import annotations
 
