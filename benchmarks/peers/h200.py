@@ -81,7 +81,7 @@ class Peers:
     @property
     def left_s(self) -> float:
         """Seconds until the limit."""
-        return self.deadline - time.monotonic()
+        return float(self.deadline - time.monotonic())
 
     def note(self, text: str) -> None:
         """Something that did not work."""

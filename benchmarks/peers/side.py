@@ -22,7 +22,6 @@ from typing import Any
 from benchmarks.direct.engines import Asked
 from benchmarks.lib.sides import serve
 from benchmarks.peers.latency import Latencies
-from benchmarks.verify_mode import replica as replicas
 from benchmarks.verify_mode.engines import Adapted, Untouched, facts_of
 from benchmarks.verify_mode.loads import Load, Meter, Wanted, load_of, wanted
 from benchmarks.verify_mode.options import Options, settings_of
@@ -31,7 +30,7 @@ from benchmarks.verify_mode.side import Flows
 from benchmarks.verify_mode.warmed import Prompts
 from llm42.checkpoint.description import read_config
 from llm42.config import Settings
-from llm42.engine.base import EngineOutput
+from llm42.engine.base import Engine, EngineOutput
 from llm42.engine.build import build_engine
 from llm42.engine.none import NoEngine
 from llm42.protocol import Request
@@ -85,7 +84,7 @@ class TimedAdapted(Adapted):
 class TimedFlows(Flows):
     """vLLM as it comes, or batch-invariant."""
 
-    engine: TimedVllm | TimedAdapted  # type: ignore[assignment]
+    engine: TimedVllm | TimedAdapted
 
     def flow(self, load: dict[str, Any], seed: str, mode: str = "") -> dict[str, Any]:
         """As Flows'; `waits` says what was waited for."""
@@ -151,15 +150,6 @@ class TimedReplica(Replica):
             seen.ended(str(one.number), one, tokens, stats)
 
 
-def canonical_settings(options: Options, mode: str) -> Settings:
-    """Of a replica without a fast path: it has one mode, whatever was asked for."""
-    del mode
-    tree = settings_of(replace(options, engine="torch"), "verify").model_dump(mode="json", exclude_unset=True)
-    tree["engine"] = {"kind": "canonical", "canonical": {"max_num_seqs": options.max_requests}}
-    tree["session"] = {"mode": "direct"}
-    return Settings.load(tree)
-
-
 class _Known(NoEngine):
     """Says what a loaded model would."""
 
@@ -168,8 +158,23 @@ class _Known(NoEngine):
         self.facts = {"vocab_size": read_config(Path(settings.model.path)).vocab_size}
 
 
-def _none(settings: Settings) -> Any:
-    return _Known(settings)
+class CanonicalReplica(TimedReplica):
+    """Without a fast path: it has one mode, whatever is asked for."""
+
+    modes = ("direct",)
+
+    def settings(self, options: Options, mode: str) -> Settings:
+        """As Replica's."""
+        tree = settings_of(replace(options, engine="torch"), "verify").model_dump(
+            mode="json", exclude_unset=True
+        )
+        tree["engine"] = {"kind": "canonical", "canonical": {"max_num_seqs": options.max_requests}}
+        tree["session"] = {"mode": "direct"}
+        return Settings.load(tree)
+
+    def built(self, settings: Settings) -> Engine:
+        """As Replica's: nothing decodes beside the verifier."""
+        return _Known(settings)
 
 
 def _vllm(options: Options) -> Flows:
@@ -181,11 +186,7 @@ def _vllm(options: Options) -> Flows:
 
 
 def _ours(kind: str, options: Options) -> OurSide:
-    if kind == "canonical":
-        replicas.settings_of = canonical_settings
-        replicas.MODES = ("direct",)  # type: ignore[assignment]
-        replicas.build_engine = _none
-    return OurSide(TimedReplica(options))
+    return OurSide(CanonicalReplica(options) if kind == "canonical" else TimedReplica(options))
 
 
 def main() -> None:

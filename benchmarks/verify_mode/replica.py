@@ -27,6 +27,7 @@ from benchmarks.verify_mode.loads import Load, Meter, Wanted, load_of, wanted
 from benchmarks.verify_mode.options import Options, settings_of
 from benchmarks.verify_mode.warmed import Prompts, Watched
 from llm42.checkpoint.description import load_tokenizer
+from llm42.config import Settings
 from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
 from llm42.protocol import Request, RequestStats
@@ -83,16 +84,26 @@ class Seen:
 class Replica:
     """Raises RuntimeError, with what the verifier says, when that does not become ready."""
 
+    modes: tuple[str, ...] = MODES
+
+    def settings(self, options: Options, mode: str) -> Settings:
+        """Of each of its modes."""
+        return settings_of(options, mode)
+
+    def built(self, settings: Settings) -> Engine:
+        """What decodes."""
+        return build_engine(settings)
+
     def __init__(self, options: Options) -> None:
         began, verified = time.monotonic(), options.verifier_kv_tokens > 0
         self.loop, self.count, self.pool = get_new_event_loop(), 0, None
         threading.Thread(target=self.loop.run_forever, name="replica", daemon=True).start()
-        settings = settings_of(options, "auto")
+        settings = self.settings(options, "auto")
         tokenizer = load_tokenizer(settings.model)
         if verified:
             start_ray(argparse.Namespace(cpu=options.cpu))
             self.pool = self.run(self._pool(settings))  # the verifier starts while the engine does
-        self.engine = build_engine(settings)
+        self.engine = self.built(settings)
         self.watched = Watched(self.engine)
         facts = getattr(self.engine, "facts", {})
         self.vocab = int(facts.get("vocab_size", 0)) or self.engine.model.config.vocab_size  # type: ignore[attr-defined]
@@ -102,8 +113,8 @@ class Replica:
             self.run(self._settled(self.pool))
             self.ready["verifier_s"] = round(time.monotonic() - began, 1)
             self.ready["fingerprint"] = self.pool.fingerprint
-            for mode in MODES:
-                parts = (cast(Engine, self.watched), tokenizer, settings_of(options, mode), self.pool)
+            for mode in self.modes:
+                parts = (cast(Engine, self.watched), tokenizer, self.settings(options, mode), self.pool)
                 self.generators[mode] = Generator(*parts)
 
     def run(self, what: Coroutine[Any, Any, Any]) -> Any:
