@@ -45,6 +45,8 @@ class Actor:
         self.asked, self.node = 0, "node"
         self.work: dict[str, Any] = {}
         """What else it says of itself."""
+        self.pending = False
+        """Ray has found no place for it."""
         self.broken: Exception | None = None
         self.answering = asyncio.Event()
         """Not set: it has hung."""
@@ -66,8 +68,8 @@ class Actor:
 
     def said(self) -> VerifierStatus:
         counters = (self.windows, self.queue_s, self.waiting, 0)
-        node = "" if self.state == "starting" else self.node
-        return VerifierStatus(self.state, self.fingerprint, "", 1, *counters, node, **self.work)
+        fingerprint = self.fingerprint if self.state == "ready" else None
+        return VerifierStatus(self.state, fingerprint, "", 1, *counters, self.node, **self.work)
 
     def _verify_cold(self, windows: list[Window]) -> list[Commit]:
         return [answer(w, self.off, self.fingerprint) for w in windows]
@@ -94,6 +96,7 @@ class Cluster:
         monkeypatch.setattr(supervisor, "get_or_create_verifier", self.get_or_create)
         monkeypatch.setattr(supervisor, "get_actor", self.get)
         monkeypatch.setattr(supervisor, "existing_verifiers", self.existing)
+        monkeypatch.setattr(supervisor, "is_pending", lambda handle: handle.pending)
         monkeypatch.setattr(leaving, "draining_nodes", lambda: dict(self.draining))
         monkeypatch.setattr(leaving, "NEWS_S", 0.02)
         monkeypatch.setattr(leaving, "LOOK_S", 0.01)

@@ -238,6 +238,85 @@ def test_one_that_was_started_again_elsewhere_stays() -> None:
     assert numbers(found) == [0, 1], "and its successor, which has not come to be, is given up"
 
 
+async def drained_once(cluster: Cluster) -> Actor:
+    """A predecessor has had its verifier move from a drained node: number 1 is left, and ready. Others take
+    their time from now on."""
+    first = await made(cluster, verifiers=1)
+    (old,) = actors(first, cluster)
+    cluster.draining = {"n0": 600.0}
+    await until(lambda: old.dead)
+    (left,) = actors(first, cluster)
+    first._task.cancel()
+    cluster.draining, cluster.first_state = {}, "starting"
+    return left
+
+
+async def test_a_new_supervisor_keeps_the_verifier_that_there_is(cluster: Cluster) -> None:
+    """Whatever its number is: no other one is made for a number that was given up."""
+    left = await drained_once(cluster)
+    second = await made(cluster, verifiers=1)
+    asked = left.asked
+    await until(lambda: left.asked > asked + 20)
+    assert (await states(second), cluster.created) == (["ready"], 2)
+    second._task.cancel()
+
+
+async def test_control_it_would_make_the_first_number_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def adopt(self: Roster, numbers: set[int]) -> None:
+        for number in numbers:
+            self.watched[number].wanted = True
+
+    monkeypatch.setattr(Roster, "adopt", adopt)
+    monkeypatch.setattr(Roster, "__init__", roster_with_spares)
+    await drained_once(cluster)
+    second = await made(cluster, verifiers=1)
+    await until(lambda: cluster.created == 3)
+    second._task.cancel()
+
+
+def roster_with_spares(self: Roster, make: Any, count: int, capacity: int) -> None:
+    self._make, self.watched = make, [make(number) for number in range(capacity + 1)]
+    for watched in self.watched[:count]:
+        watched.wanted = True
+
+
+def test_one_that_is_ready_never_goes_for_one_that_is_not() -> None:
+    found = roster("a", "b")
+    found.watched[0].record_answer(VerifierStatus("starting", node="a"), 0.0)
+    found.arrange(0.0, 1, {}, {"a", "b"})
+    assert numbers(found) == [1]
+
+
+def test_a_node_that_dies_while_it_is_drained_does_not_cost_the_successor() -> None:
+    """The last that was heard of its verifier is that it is ready; the successor is not yet."""
+    found = roster("a")
+    assert len(found.arrange(0.0, 1, {"a": 100.0}, set())) == 1
+    successor = found.wanted[1]
+    successor.adopt(object())
+    successor.tried = True
+    successor.record_answer(VerifierStatus("starting", node="b"), 0.0)
+    found.arrange(20.0, 1, {}, set())
+    assert successor in found.wanted
+
+
+@pytest.mark.parametrize("pending", [True, False])
+async def test_one_that_never_found_a_place_ends_when_it_is_given_up(cluster: Cluster, pending: bool) -> None:
+    """The control: one that has a place ends by its lease, after what it has."""
+    found = await made(cluster, verifiers=1)
+    found._scaler.wanted = 2
+    await until(lambda: cluster.created == 2)
+    new = cluster.actors[found._wanted[1].name]
+    new.answering.clear()
+    found._wanted[1].status, new.pending = None, pending
+    found._wanted[1].tried, found._scaler.wanted = True, 1
+    await until(lambda: len(found._wanted) == 1)
+    await until(lambda: found._watched[1].handle is None)
+    assert new.dead == pending
+    found._task.cancel()
+
+
 async def test_as_many_are_adopted_as_the_predecessor_wanted(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from functools import cache
@@ -19,6 +20,7 @@ from llm42.fingerprint.source import PACKAGES, folder_of, source_hash
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
 from llm42_serve.verifiers.actor import VerifierActor
 
+log = logging.getLogger(__name__)
 NAMESPACE = "llm42"
 NO_THREAD_LIMIT = str(2**31 - 1)
 """A worker's environment can be overridden, but nothing in it can be unset."""
@@ -89,6 +91,19 @@ def existing_verifiers(settings: Settings, model_identity: str) -> set[int]:
     names = (a["name"] for a in list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE)
     numbers = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     return {int(number) for number in numbers if number.isdecimal()}
+
+
+def is_pending(handle: Any) -> bool:
+    """Whether Ray has found no place for the actor so far; False where it does not say. Blocks like
+    get_actor."""
+    try:
+        from ray._private.state import state  # Ray 2.60 has no public way
+
+        found = state.actor_table(handle._actor_id.hex())
+    except Exception as error:  # it is only tidier to know
+        log.debug("it is not known whether an actor is pending: %r", error)
+        return False
+    return found.get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 
 
 def draining_nodes() -> dict[str, float]:

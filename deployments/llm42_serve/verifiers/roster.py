@@ -33,11 +33,12 @@ class Roster:
         return [w for w in self.wanted if w.leave_by is None]
 
     def adopt(self, numbers: Collection[int]) -> None:
-        """There are actors with these numbers: they are wanted too, until it is known which ones shall go."""
+        """There are actors with these numbers: they are wanted, until it is known which ones shall go. Others
+        are only if these are too few: a number may have been given up."""
         while len(self.watched) <= max(numbers, default=-1):
             self.watched.append(self._make(len(self.watched)))
-        for number in numbers:
-            self.watched[number].wanted = True
+        for number, watched in enumerate(self.watched):
+            watched.wanted = number in numbers or (watched.wanted and not numbers)
 
     def arrange(
         self, now: float, count: int, draining: Mapping[str, float], hosts: Collection[str]
@@ -46,9 +47,7 @@ class Roster:
         replica. Returns those that are leaving from now on."""
         leaving = []
         for watched in self.wanted:
-            if watched.node not in draining:
-                watched.leave_by = None  # also of one that was started again elsewhere
-            elif watched.leave_by is None:
+            if watched.leave_by is None and watched.node in draining:
                 watched.leave_by = now + min(HANDOVER_S, draining[watched.node] / 2)
                 leaving.append(watched)
         while len(self.staying) < count:
@@ -59,10 +58,10 @@ class Roster:
         return leaving
 
     def first_to_go(self, hosts: Collection[str]) -> Watched:
-        """Which one is given up first: one that is of no use; else one without a fast-path replica on its
-        node, which may then have nothing left and be given back; else the last one."""
+        """Which one is given up first: one that is of no use; else one that is not ready; else one without a
+        fast-path replica on its node, which may then have nothing left and be given back; else the last."""
         numbers = {w.name: number for number, w in enumerate(self.watched)}
-        return min(self.staying, key=lambda w: (_useful(w), w.node in hosts, -numbers[w.name]))
+        return min(self.staying, key=lambda w: (_use(w), w.node in hosts, -numbers[w.name]))
 
     def may_leave(self, now: float, watched: Watched, ready: int) -> bool:
         """Whether a leaving one can be spared. ready: how many of those that stay can be asked."""
@@ -80,5 +79,8 @@ class Roster:
         return self.watched[-1]
 
 
-def _useful(watched: Watched) -> bool:
-    return watched.status is not None and watched.status.state not in ("failed", "mixed")
+def _use(watched: Watched) -> int:
+    """Of what use it is: none, some soon, or now."""
+    if watched.status is None or watched.status.state in ("failed", "mixed"):
+        return 0
+    return 2 if watched.status.state == "ready" else 1

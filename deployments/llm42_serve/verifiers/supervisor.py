@@ -34,6 +34,7 @@ from llm42_serve.verifiers.names import (
     existing_verifiers,
     get_actor,
     get_or_create_verifier,
+    is_pending,
     verifier_names,
 )
 from llm42_serve.verifiers.roster import Roster
@@ -231,8 +232,11 @@ class Supervisor:
 
     async def _give_up(self, watched: Watched) -> None:
         """No longer asked for its state, it ends by its lease, after what is in flight; on a node that is
-        being drained sooner."""
-        handle = watched.handle
+        being drained sooner. One that Ray has found no place for has no lease, and would wait for ever."""
+        handle, answered = watched.handle, watched.status is not None
+        if handle is not None and not answered and await asyncio.to_thread(is_pending, handle):
+            event(log, "verifier without a place is given up", verifier=watched.name)
+            await self._kill(watched, handle)
         watched.handle = watched.status = watched.leave_by = None
         watched.tried = False
         if watched.node not in self._drains.nodes:

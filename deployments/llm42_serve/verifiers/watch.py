@@ -43,7 +43,8 @@ class Watched:
     node: str = ""
     """Ray's id of the node that it was on when it said so last."""
     leave_by: float | None = None
-    """Its node is being drained: until then it waits for its successor."""
+    """Its node is being drained: until then it waits for its successor. It stands when the node is no longer
+    among those that are drained, for then it has mostly died, and the successor is there."""
     ending: bool = False
     """It is no longer published, and is about to be ended."""
 
@@ -51,9 +52,12 @@ class Watched:
         """The actor of this name from now on; nothing is known of it yet."""
         self.handle, self.answered = handle, time.monotonic()
         self.certified, self.missed, self.mixed, self.seen, self.node = False, 0, "", {}, ""
+        self.leave_by = None
 
     def record_answer(self, status: VerifierStatus, asked: float) -> None:
         """An answer to a call that was made at `asked`."""
+        if status.node != self.node:  # Ray has started it again, elsewhere
+            self.leave_by = None
         self.status, self.asked, self.answered = status, asked, time.monotonic()
         self.certified, self.missed, self.node = status.state == "ready", 0, status.node
 
