@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from ray._private import ray_constants
 
+from llm42.api.keys import KeyProblem, configured_keys
 from llm42.config import Settings
+from llm42.config.server import ServerSettings
 from tests.chart import helm
 from tests.chart.helm import container
 
@@ -201,12 +206,38 @@ def test_api_keys_come_from_a_secret() -> None:
     (mount,) = [m for m in container(templates["fast-path"])["volumeMounts"] if m["name"] == "api-keys"]
     folder, _, name = server["api_keys_file"].rpartition("/")
     assert (mount["mountPath"], mount["readOnly"]) == (folder, True)
-    secret = helm.one(rendered, "Secret", "llm42-api-keys")
     (volume,) = [v for v in templates["fast-path"]["spec"]["volumes"] if v["name"] == "api-keys"]
-    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
-    assert yaml.safe_load(secret["stringData"][name])["api_keys"][0]["name"] == "evaluation"
+    assert volume["secret"]["secretName"] == "llm42-api-keys"
+    assert f"--from-file={name}\n" in helm.example("locked-down").read_text()
     assert "api-keys" not in {v["name"] for v in templates["head"]["spec"]["volumes"]}
     assert "api_keys_file" not in helm.serve_config(helm.render())["applications"][0]["args"]["server"]
+
+
+HASH = re.compile(r"\bsha256: *[\"']?[0-9a-f]{64}\b")
+
+
+def test_no_example_brings_a_key_that_works() -> None:
+    """Whoever installs an example as it is would let in everybody who has read it."""
+    pages = (*(helm.ROOT / "docs").rglob("*.md"), helm.ROOT / "README.md", helm.CHART / "README.md")
+    for file in (*helm.EXAMPLES, helm.SEVERAL, helm.CHART / "values.yaml", *pages):
+        assert not HASH.search(file.read_text()), file
+    for example in (*helm.EXAMPLES, helm.SEVERAL):
+        assert "Secret" not in {m.kind for m in helm.render(example)}, example
+    assert HASH.search(f"{{name: a, sha256: {hashlib.sha256(b'test').hexdigest()}}}"), "the control"
+
+
+def test_the_secret_of_the_example_is_one_that_the_service_reads(tmp_path: Path) -> None:
+    """The commands in its head make it; kubectl itself is left out."""
+    lines = helm.example("locked-down").read_text().splitlines()
+    text = "\n".join(line.removeprefix("#   ") for line in lines if line.startswith("#   "))
+    made = text[text.index("KEY=") : text.index("kubectl -n serving create secret generic llm42-api-keys")]
+    made = made.replace("    the client's; the cluster gets its hash alone", "")
+    made = made.replace("$(openssl rand -hex 32)", "abc")
+    subprocess.run(["bash", "-euc", made], cwd=tmp_path, check=True, capture_output=True)
+    (key,) = configured_keys(ServerSettings(api_keys_file=str(tmp_path / "api_keys.yaml")))
+    assert (key.name, key.sha256) == ("evaluation", hashlib.sha256(b"abc").hexdigest())
+    with pytest.raises(KeyProblem):
+        configured_keys(ServerSettings(api_keys_file=str(tmp_path / "none.yaml")))  # the control
 
 
 def test_objects_of_ones_own() -> None:
