@@ -49,6 +49,7 @@ def test_the_schema_refuses(values: str, where: str, what: str) -> None:
     assert what in said
 
 
+ONCE = "{create: true, accessModes: [ReadWriteOnce]}"
 REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revision: main}}"
 
 
@@ -112,6 +113,13 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (MULTI, "fastPath: {replicas: 2}", "with more than one replica"),
         (MULTI, "fastPath: {autoscaling: {enabled: true}}", "with more than one replica"),
         (None, "cache: {volume: {emptyDir: {}}, claim: {create: true}}", "leave one of them"),
+        (COLOCATED, f"cache: {{claim: {ONCE}}}", "waits for a volume that the old one's keeps"),
+        (
+            COLOCATED,
+            f"{{cache: {{claim: {ONCE}}}, fastPath: {{replicas: 3}}, upgrade: {{strategy: None}}}}",
+            "cache.claim.accessModes: up to 3 pods",
+        ),
+        (PLUS_ONE, f"model: {{huggingface: {{claim: {ONCE}}}}}", "model.huggingface.claim.accessModes: up to"),
         (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
         (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
         (PLUS_ONE, "serviceMonitor: {enabled: true}", "each series would come twice"),

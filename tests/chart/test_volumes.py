@@ -57,6 +57,17 @@ def test_a_pod_that_is_added_finds_what_the_others_made() -> None:
     assert all(str(place).startswith("/var/cache/llm42/") for place in kept)
 
 
+def test_one_pod_that_is_never_beside_its_successor_may_have_a_claim_alone() -> None:
+    """The control to what test_values.py sees refused."""
+    once = "claim: {create: true, accessModes: [ReadWriteOnce]}"
+    for values in (
+        f"{{cache: {{{once}}}, upgrade: {{strategy: None}}}}",
+        f"model: {{huggingface: {{{once}}}}}",  # not where the model comes from
+        "cache: {claim: {create: true, accessModes: [ReadOnlyMany, ReadWriteOnce]}}",
+    ):
+        assert helm.service(helm.render(values=values))
+
+
 def test_a_volume_of_the_users_or_none() -> None:
     own = "cache: {volume: {hostPath: {path: /c}}}\nmodel: {source: image}"
     assert volume(helm.pod_templates(helm.render(values=own))["fast-path"], "cache") == {

@@ -9,6 +9,19 @@
 {{- if and $fetches $h.claim.create $h.volume -}}
 {{- fail "model.huggingface.claim.create: model.huggingface.volume names a volume already: leave one of them" -}}
 {{- end -}}
+{{- $claims := dict "cache.claim" $v.cache.claim -}}
+{{- if $fetches -}}{{- $_ := set $claims "model.huggingface.claim" $h.claim -}}{{- end -}}
+{{- $pods := int (include "llm42.mostPods" .) -}}
+{{- range $name, $claim := $claims -}}
+{{- if and $claim.create (not (has "ReadWriteMany" $claim.accessModes)) (not (has "ReadOnlyMany" $claim.accessModes)) -}}
+{{- if gt $pods 1 -}}
+{{- fail (printf "%s.accessModes: up to %d pods mount it, on several nodes: give ReadWriteMany, or set %s.create to false" $name $pods $name) -}}
+{{- end -}}
+{{- if ne $v.upgrade.strategy "None" -}}
+{{- fail (printf "%s.accessModes: at an upgrade the new cluster's pod waits for a volume that the old one's keeps until the new one runs: give ReadWriteMany, set upgrade.strategy to None, or set %s.create to false" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $fetches $h.job.enabled (not $h.claim.create) (not (hasKey $h.volume "persistentVolumeClaim")) -}}
 {{- fail "model.huggingface.job.enabled: one download for all pods needs a claim that they share: set model.huggingface.claim.create, or volume.persistentVolumeClaim" -}}
 {{- end -}}
