@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -248,6 +249,14 @@ extraObjects:
 """
     names = [m.body["metadata"]["name"] for m in helm.render(values=values) if m.template == "extra.yaml"]
     assert names == ["one", f"{helm.RELEASE}-two"]
+
+
+def test_templates_of_others_in_a_map_are_left_alone() -> None:
+    """An alert's text has actions of Prometheus, which Helm does not know."""
+    told = {"metadata": {"name": "a"}, "data": {"summary": "{{ $labels.x }} is {{ .Release.Name }}"}}
+    told |= {"apiVersion": "v1", "kind": "ConfigMap"}
+    assert told in [m.body for m in helm.render(values=json.dumps({"extraObjects": [told]}))]
+    assert "labels" in helm.refusal(json.dumps({"extraObjects": [json.dumps(told)]})), "the control: a text"
 
 
 def notes(values: str) -> str:
