@@ -50,6 +50,7 @@ def test_the_schema_refuses(values: str, where: str, what: str) -> None:
 
 
 ONCE = "{create: true, accessModes: [ReadWriteOnce]}"
+TAKEN = (6379, 8080, 8265, 44217, 44227, 52365)
 REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revision: main}}"
 
 
@@ -60,6 +61,8 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (None, "config: {engine: {threads: 0}}", "give a number"),
         (None, "config: {server: {port: 8001}}", "set serve.port"),
         (None, "config: {telemetry: {metrics_port: 9}}", "pods show their metrics on port 8080"),
+        *((None, f"serve: {{port: {port}}}", f"serve.port: {port} is the port of") for port in TAKEN),
+        (LOCKED, "serve: {port: 9101}", "HAProxy's metrics"),
         (None, "ingress: {enabled: true, host: a, path: '/llm(/|$)(.*)'}", "is a pattern"),
         (None, "config: {engine: {kind: vllm}}", "needs config.model.device: cuda"),
         (None, "config: {model: {device: cuda}}", "fastPath.gpu.count is 0"),
@@ -134,6 +137,18 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
 )
 def test_wrong_combinations_are_refused(example: Path | None, values: str, message: str) -> None:
     assert message in helm.refusal(values, example)
+
+
+def test_ports_that_pods_show_are_among_those_refused_and_others_are_not() -> None:
+    shown = {
+        port["containerPort"]
+        for template in helm.pod_templates(helm.render()).values()
+        for port in helm.container(template)["ports"]
+        if port["name"] != "serve"
+    }
+    assert shown <= set(TAKEN)
+    for port in (80, 8000, 9101):  # 9101 is HAProxy's, which is off
+        assert helm.serve_config(helm.render(values=f"serve: {{port: {port}}}"))["http_options"]["port"] == port
 
 
 def test_one_way_to_be_refused_in_each_check() -> None:
