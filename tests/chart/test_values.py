@@ -125,6 +125,9 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (PLUS_ONE, f"model: {{huggingface: {{claim: {ONCE}}}}}", "model.huggingface.claim.accessModes: up to"),
         (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
         (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
+        (None, "common: {terminationGracePeriodSeconds: 159}", "fastPath.terminationGracePeriodSeconds"),
+        (None, "head: {terminationGracePeriodSeconds: 169}", "less than the 170 that preStop"),
+        (PLUS_ONE, "verifier: {terminationGracePeriodSeconds: 30}", "less than the 160 that preStop"),
         (PLUS_ONE, "serviceMonitor: {enabled: true}", "each series would come twice"),
         (LOCKED, "networkPolicy: {egress: {redis: []}}", "say where Redis is"),
         (

@@ -31,6 +31,22 @@
 {{- if and $v.podMonitor.enabled $v.serviceMonitor.enabled -}}
 {{- fail "podMonitor and serviceMonitor: each series would come twice: enable one of them" -}}
 {{- end -}}
+{{- $roles := dict "head" $v.head "fastPath" $v.fastPath -}}
+{{- if $v.verifier.dedicated -}}{{- $_ := set $roles "verifier" $v.verifier -}}{{- end -}}
+{{- range $name, $values := $roles -}}
+{{- $role := include "llm42.role" (dict "root" $ "values" $values) | fromYaml -}}
+{{- $own := $role.terminationGracePeriodSeconds -}}
+{{- $drain := "" -}}
+{{- range $role.env -}}{{- if eq .name "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" -}}{{- $drain = "told" -}}{{- end -}}{{- end -}}
+{{- if not (or (kindIs "invalid" $own) $role.preStop $drain) -}}
+{{- $head := eq $name "head" -}}
+{{- $least := int (include "llm42.preStopSeconds" (dict "root" $ "component" (ternary "head" "worker" $head))) -}}
+{{- if not $head -}}{{- $least = add $least (int (include "llm42.nodeDrainSeconds" $)) -}}{{- end -}}
+{{- if lt (int $own) (int $least) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds (or that of common): %d s are less than the %d that preStop and the drain take, so streams would be cut: give more, lower config.server.drain_s, or set preStop or RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (env) too" $name (int $own) (int $least)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $n := $v.networkPolicy -}}
 {{- if and $n.enabled $n.egress.enabled -}}
 {{- if and $fetches (not $n.egress.extra) -}}
