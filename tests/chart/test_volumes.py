@@ -142,6 +142,19 @@ model:
     assert {"name": "ca", "configMap": {"name": "ca"}} in job["volumes"]
 
 
+def test_the_download_is_not_offline_where_the_service_is() -> None:
+    offline = "[{name: HF_HUB_OFFLINE, value: '1'}]"
+    for values, expected in (
+        ("", "0"),
+        (f"common: {{env: {offline}}}", "0"),
+        (f"model: {{huggingface: {{env: {offline}}}}}", "1"),
+    ):
+        (told,) = [e for e in fetching(values)["env"] if e["name"] == "HF_HUB_OFFLINE"]
+        assert told["value"] == expected, values
+    ray = container(helm.pod_templates(helm.render(PLUS_ONE))["fast-path"])
+    assert {e["name"]: e.get("value") for e in ray["env"]}["HF_HUB_OFFLINE"] == "1", "the control"
+
+
 @pytest.mark.parametrize(
     ("values", "new"),
     [

@@ -44,7 +44,10 @@ own variables win.
 {{- if $h.tokenSecret.name -}}
 {{- $_ := set $env "HF_TOKEN" (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" (pick $h.tokenSecret "name" "key"))) -}}
 {{- end -}}
-{{- range concat $v.common.env $h.env -}}{{- $_ := set $env .name . -}}{{- end -}}
+{{- range $v.common.env -}}{{- $_ := set $env .name . -}}{{- end -}}
+{{- /* offline is for what serves; TRANSFORMERS_OFFLINE counts where this one is empty */ -}}
+{{- $_ := set $env "HF_HUB_OFFLINE" (dict "name" "HF_HUB_OFFLINE" "value" "0") -}}
+{{- range $h.env -}}{{- $_ := set $env .name . -}}{{- end -}}
 {{- end -}}
 - name: {{ ternary "wait-for-model" "fetch-model" .wait }}
   image: {{ include "llm42.image" .root }}
