@@ -104,6 +104,28 @@ def test_one_job_downloads_and_pods_wait_for_its_mark() -> None:
     assert "Job" not in {m.kind for m in helm.render(PLUS_ONE, values=ALONE)}
 
 
+def test_the_job_is_placed_as_the_other_pods_are() -> None:
+    values = """
+common:
+  dnsConfig: {options: [{name: ndots, value: "2"}]}
+  dnsPolicy: Default
+  hostAliases: [{ip: 10.0.0.1, hostnames: [mirror]}]
+  priorityClassName: serving
+  schedulerName: other
+  nodeSelector: {pool: serving, kind: a}
+  tolerations: [{key: common, operator: Exists}]
+model: {huggingface: {job: {nodeSelector: {kind: b}, tolerations: [{key: mine, operator: Exists}]}}}
+"""
+    spec = helm.one(helm.render(PLUS_ONE, values=values), "Job")["spec"]["template"]["spec"]
+    head = helm.pod_templates(helm.render(PLUS_ONE, values=values))["head"]["spec"]
+    for name in ("dnsConfig", "dnsPolicy", "hostAliases", "priorityClassName", "schedulerName"):
+        assert spec[name] == head[name], name
+    assert spec["nodeSelector"] == {"pool": "serving", "kind": "b"}
+    assert {"common", "mine"} <= {t["key"] for t in spec["tolerations"]}
+    plain = helm.one(helm.render(PLUS_ONE), "Job")["spec"]["template"]["spec"]
+    assert not {"dnsConfig", "dnsPolicy", "hostAliases", "schedulerName"} & set(plain), "the control"
+
+
 def test_another_commit_is_another_job_and_the_same_values_are_the_same() -> None:
     def name(values: str = "") -> str:
         return str(helm.one(helm.render(PLUS_ONE, values=values), "Job")["metadata"]["name"])

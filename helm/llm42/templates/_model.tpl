@@ -101,14 +101,8 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml $v.podSecurityContext | nindent 4 }}
-  {{- with $v.model.huggingface.job.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $v.model.huggingface.job.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- $role := include "llm42.role" (dict "root" . "values" (pick $v.model.huggingface.job "nodeSelector" "tolerations")) | fromYaml }}
+  {{- with include "llm42.placement" (dict "root" . "role" $role "component" "fetch-model") | trim }}{{ . | nindent 2 }}{{ end }}
   containers:
     {{- include "llm42.modelContainer" (dict "root" . "wait" false) | nindent 4 }}
   volumes:
