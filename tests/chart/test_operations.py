@@ -280,6 +280,18 @@ def notes(values: str) -> str:
     return done.stdout.partition("\nNOTES:\n")[2]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("", "asks nobody for a key: see apiKeys and"),
+        ("apiKeys: {secretName: k}", "asks for a key:"),
+        (f"config: {{server: {{api_keys: [{{name: a, sha256: '{7:064x}'}}]}}}}", "asks for a key:"),
+    ],
+)
+def test_the_notes_say_whether_a_key_is_asked_for(values: str, said: str) -> None:
+    assert said in notes(values)
+
+
 def test_the_notes_say_what_a_scale_and_an_incremental_upgrade_do() -> None:
     usual = notes("")
     assert "4 fast-path pods and 1 verifier pod," in usual
