@@ -280,6 +280,18 @@ def notes(values: str) -> str:
     return done.stdout.partition("\nNOTES:\n")[2]
 
 
+def test_the_first_hour_waits_for_the_service_before_it_waits_for_pods() -> None:
+    """A wait for pods ends at once with an error while the operator has made none."""
+
+    def waited(text: str) -> list[str]:
+        return re.findall(r"wait --for=condition=Ready (\S+)", text)
+
+    name = helm.one(helm.render(release="llm"), "RayService")["metadata"]["name"]
+    page = (helm.ROOT / "docs" / "first-hour.md").read_text()
+    assert waited(page) == [f"rayservice/{name}", "pod"]
+    assert waited("kubectl wait --for=condition=Ready pod -l a=b") == ["pod"], "the control"
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
