@@ -38,9 +38,6 @@ def spec_that_decides(values: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "values",
     [
-        "fastPath: {autoscaling: {minReplicas: 5}}",
-        "fastPath: {autoscaling: {maxReplicas: 9}}",
-        "verifier: {autoscaling: {maxReplicas: 3}}",
         "verifier: {tolerations: [{key: x, operator: Exists}]}",
         "head: {tolerations: [{key: x, operator: Exists}]}",
     ],
@@ -49,9 +46,23 @@ def test_sizes_and_tolerations_reach_a_running_release(values: str) -> None:
     assert spec_that_decides(values) != spec_that_decides("")
 
 
+FIXED = "fastPath: {replicas: %d, autoscaling: {enabled: false}}"
+
+
+def test_a_fixed_number_makes_a_new_cluster_and_the_bounds_of_a_group_that_scales_do_not() -> None:
+    assert spec_that_decides(FIXED % 5) != spec_that_decides(FIXED % 4)
+    assert spec_that_decides(FIXED % 4) != spec_that_decides(""), "scaling or not"
+    for values in (
+        "fastPath: {autoscaling: {minReplicas: 5}}",
+        "fastPath: {autoscaling: {maxReplicas: 9}}",
+        "verifier: {autoscaling: {maxReplicas: 3}}",
+    ):
+        assert spec_that_decides(values) == spec_that_decides(""), values
+
+
 def test_sizes_may_be_left_to_the_operator_of_the_cluster() -> None:
     off = "upgrade: {newClusterOnScale: false}\n"
-    assert spec_that_decides(off + "fastPath: {autoscaling: {minReplicas: 5}}") == spec_that_decides(off)
+    assert spec_that_decides(off + FIXED % 5) == spec_that_decides(off + FIXED % 4)
     tolerated = off + "verifier: {tolerations: [{key: x, operator: Exists}]}"
     assert spec_that_decides(tolerated) != spec_that_decides(off)
 
@@ -308,6 +319,7 @@ def test_the_notes_say_what_a_scale_and_an_incremental_upgrade_do() -> None:
     usual = notes("")
     assert "4 fast-path pods and 1 verifier pod," in usual
     assert "is a new cluster" in usual
+    assert "helm rollback" in usual
     assert "feature gate" not in usual
     assert "Verifier pods stay" in usual
     values = """
