@@ -240,6 +240,18 @@ def test_api_keys_come_from_a_secret() -> None:
     assert "api_keys_file" not in helm.serve_config(helm.render())["applications"][0]["args"]["server"]
 
 
+def test_another_file_of_keys_restarts_ingresses_in_place() -> None:
+    def told(values: str) -> tuple[Any, Any]:
+        rendered = helm.render(helm.example("locked-down"), values=values)
+        return helm.serve_config(rendered), helm.pod_templates(rendered)
+
+    (config, pods), (other, same) = told(""), told("apiKeys: {key: api_keys-2.yaml}")
+    server = other["applications"][0]["args"]["server"]
+    assert server["api_keys_file"] == "/etc/llm42/keys/api_keys-2.yaml"
+    assert (config != other, pods == same) == (True, True), "Serve acts, KubeRay does not"
+    assert told("apiKeys: {secretName: other}")[1] != pods, "the control: a new cluster"
+
+
 HASH = re.compile(r"\bsha256: *[\"']?[0-9a-f]{64}\b")
 
 
