@@ -122,7 +122,11 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
             f"{{cache: {{claim: {ONCE}}}, fastPath: {{replicas: 3}}, upgrade: {{strategy: None}}}}",
             "cache.claim.accessModes: up to 3 pods",
         ),
-        (PLUS_ONE, f"model: {{huggingface: {{claim: {ONCE}}}}}", "model.huggingface.claim.accessModes: up to"),
+        (
+            PLUS_ONE,
+            f"model: {{huggingface: {{claim: {ONCE}}}}}",
+            "model.huggingface.claim.accessModes: up to",
+        ),
         (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
         (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
         (None, "common: {terminationGracePeriodSeconds: 159}", "fastPath.terminationGracePeriodSeconds"),
@@ -151,7 +155,9 @@ def test_ports_that_pods_show_are_among_those_refused_and_others_are_not() -> No
     }
     assert shown <= set(TAKEN)
     for port in (80, 8000, 9101):  # 9101 is HAProxy's, which is off
-        assert helm.serve_config(helm.render(values=f"serve: {{port: {port}}}"))["http_options"]["port"] == port
+        assert (
+            helm.serve_config(helm.render(values=f"serve: {{port: {port}}}"))["http_options"]["port"] == port
+        )
 
 
 def test_one_way_to_be_refused_in_each_check() -> None:
