@@ -131,7 +131,8 @@ verifier: {terminationGracePeriodSeconds: 7, preStop: {sleep: {seconds: 3}}}
         "head: {terminationGracePeriodSeconds: 170}",
         "verifier: {terminationGracePeriodSeconds: 1}",  # of a group that is not there
         "{fastPath: {terminationGracePeriodSeconds: 60}, config: {server: {drain_s: 20}}}",
-        "fastPath: {terminationGracePeriodSeconds: 9, env: [{name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: '1'}]}",
+        "fastPath: {terminationGracePeriodSeconds: 9,"
+        " env: [{name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: '1'}]}",
     ],
 )
 def test_a_short_end_that_fits_or_is_meant_is_taken(values: str) -> None:

@@ -125,7 +125,7 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (
             PLUS_ONE,
             f"model: {{huggingface: {{claim: {ONCE}}}}}",
-            "model.huggingface.claim.accessModes: up to",
+            "huggingface.claim.accessModes: up to",
         ),
         (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
         (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
