@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from ray._private import ray_constants
 
+from llm42.api.keys import KeyProblem, configured_keys
 from llm42.config import Settings
+from llm42.config.server import ServerSettings
 from tests.chart import helm
 from tests.chart.helm import container
 
@@ -32,9 +38,6 @@ def spec_that_decides(values: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "values",
     [
-        "fastPath: {autoscaling: {minReplicas: 5}}",
-        "fastPath: {autoscaling: {maxReplicas: 9}}",
-        "verifier: {autoscaling: {maxReplicas: 3}}",
         "verifier: {tolerations: [{key: x, operator: Exists}]}",
         "head: {tolerations: [{key: x, operator: Exists}]}",
     ],
@@ -43,9 +46,23 @@ def test_sizes_and_tolerations_reach_a_running_release(values: str) -> None:
     assert spec_that_decides(values) != spec_that_decides("")
 
 
+FIXED = "fastPath: {replicas: %d, autoscaling: {enabled: false}}"
+
+
+def test_a_fixed_number_makes_a_new_cluster_and_the_bounds_of_a_group_that_scales_do_not() -> None:
+    assert spec_that_decides(FIXED % 5) != spec_that_decides(FIXED % 4)
+    assert spec_that_decides(FIXED % 4) != spec_that_decides(""), "scaling or not"
+    for values in (
+        "fastPath: {autoscaling: {minReplicas: 5}}",
+        "fastPath: {autoscaling: {maxReplicas: 9}}",
+        "verifier: {autoscaling: {maxReplicas: 3}}",
+    ):
+        assert spec_that_decides(values) == spec_that_decides(""), values
+
+
 def test_sizes_may_be_left_to_the_operator_of_the_cluster() -> None:
     off = "upgrade: {newClusterOnScale: false}\n"
-    assert spec_that_decides(off + "fastPath: {autoscaling: {minReplicas: 5}}") == spec_that_decides(off)
+    assert spec_that_decides(off + FIXED % 5) == spec_that_decides(off + FIXED % 4)
     tolerated = off + "verifier: {tolerations: [{key: x, operator: Exists}]}"
     assert spec_that_decides(tolerated) != spec_that_decides(off)
 
@@ -105,6 +122,22 @@ verifier: {terminationGracePeriodSeconds: 7, preStop: {sleep: {seconds: 3}}}
     }
     assert got["head"] == got["fast-path"] == (99, {"exec": {"command": ["a"]}})
     assert got["verifier"] == (7, {"sleep": {"seconds": 3}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "fastPath: {terminationGracePeriodSeconds: 160}",
+        "head: {terminationGracePeriodSeconds: 170}",
+        "verifier: {terminationGracePeriodSeconds: 1}",  # of a group that is not there
+        "{fastPath: {terminationGracePeriodSeconds: 60}, config: {server: {drain_s: 20}}}",
+        "fastPath: {terminationGracePeriodSeconds: 9,"
+        " env: [{name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: '1'}]}",
+    ],
+)
+def test_a_short_end_that_fits_or_is_meant_is_taken(values: str) -> None:
+    """The control to what test_values.py sees refused."""
+    assert helm.render(values=values)
 
 
 # Probes, networks, labels.
@@ -201,12 +234,50 @@ def test_api_keys_come_from_a_secret() -> None:
     (mount,) = [m for m in container(templates["fast-path"])["volumeMounts"] if m["name"] == "api-keys"]
     folder, _, name = server["api_keys_file"].rpartition("/")
     assert (mount["mountPath"], mount["readOnly"]) == (folder, True)
-    secret = helm.one(rendered, "Secret", "llm42-api-keys")
     (volume,) = [v for v in templates["fast-path"]["spec"]["volumes"] if v["name"] == "api-keys"]
-    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
-    assert yaml.safe_load(secret["stringData"][name])["api_keys"][0]["name"] == "evaluation"
+    assert volume["secret"]["secretName"] == "llm42-api-keys"
+    assert f"--from-file={name}\n" in helm.example("locked-down").read_text()
     assert "api-keys" not in {v["name"] for v in templates["head"]["spec"]["volumes"]}
     assert "api_keys_file" not in helm.serve_config(helm.render())["applications"][0]["args"]["server"]
+
+
+def test_another_file_of_keys_restarts_ingresses_in_place() -> None:
+    def told(values: str) -> tuple[Any, Any]:
+        rendered = helm.render(helm.example("locked-down"), values=values)
+        return helm.serve_config(rendered), helm.pod_templates(rendered)
+
+    (config, pods), (other, same) = told(""), told("apiKeys: {key: api_keys-2.yaml}")
+    server = other["applications"][0]["args"]["server"]
+    assert server["api_keys_file"] == "/etc/llm42/keys/api_keys-2.yaml"
+    assert (config != other, pods == same) == (True, True), "Serve acts, KubeRay does not"
+    assert told("apiKeys: {secretName: other}")[1] != pods, "the control: a new cluster"
+
+
+HASH = re.compile(r"\bsha256: *[\"']?[0-9a-f]{64}\b")
+
+
+def test_no_example_brings_a_key_that_works() -> None:
+    """Whoever installs an example as it is would let in everybody who has read it."""
+    pages = (*(helm.ROOT / "docs").rglob("*.md"), helm.ROOT / "README.md", helm.CHART / "README.md")
+    for file in (*helm.EXAMPLES, helm.SEVERAL, helm.CHART / "values.yaml", *pages):
+        assert not HASH.search(file.read_text()), file
+    for example in (*helm.EXAMPLES, helm.SEVERAL):
+        assert "Secret" not in {m.kind for m in helm.render(example)}, example
+    assert HASH.search(f"{{name: a, sha256: {hashlib.sha256(b'test').hexdigest()}}}"), "the control"
+
+
+def test_the_secret_of_the_example_is_one_that_the_service_reads(tmp_path: Path) -> None:
+    """The commands in its head make it; kubectl itself is left out."""
+    lines = helm.example("locked-down").read_text().splitlines()
+    text = "\n".join(line.removeprefix("#   ") for line in lines if line.startswith("#   "))
+    made = text[text.index("KEY=") : text.index("kubectl -n serving create secret generic llm42-api-keys")]
+    made = made.replace("    the client's; the cluster gets its hash alone", "")
+    made = made.replace("$(openssl rand -hex 32)", "abc")
+    subprocess.run(["bash", "-euc", made], cwd=tmp_path, check=True, capture_output=True)
+    (key,) = configured_keys(ServerSettings(api_keys_file=str(tmp_path / "api_keys.yaml")))
+    assert (key.name, key.sha256) == ("evaluation", hashlib.sha256(b"abc").hexdigest())
+    with pytest.raises(KeyProblem):
+        configured_keys(ServerSettings(api_keys_file=str(tmp_path / "none.yaml")))  # the control
 
 
 def test_objects_of_ones_own() -> None:
@@ -219,16 +290,49 @@ extraObjects:
     assert names == ["one", f"{helm.RELEASE}-two"]
 
 
+def test_templates_of_others_in_a_map_are_left_alone() -> None:
+    """An alert's text has actions of Prometheus, which Helm does not know."""
+    told = {"metadata": {"name": "a"}, "data": {"summary": "{{ $labels.x }} is {{ .Release.Name }}"}}
+    told |= {"apiVersion": "v1", "kind": "ConfigMap"}
+    assert told in [m.body for m in helm.render(values=json.dumps({"extraObjects": [told]}))]
+    assert "labels" in helm.refusal(json.dumps({"extraObjects": [json.dumps(told)]})), "the control: a text"
+
+
 def notes(values: str) -> str:
     done = helm.run("install", helm.RELEASE, helm.CHART, "--dry-run=client", "-f", PLUS_ONE, values=values)
     assert done.returncode == 0, done.stderr
     return done.stdout.partition("\nNOTES:\n")[2]
 
 
+def test_the_first_hour_waits_for_the_service_before_it_waits_for_pods() -> None:
+    """A wait for pods ends at once with an error while the operator has made none."""
+
+    def waited(text: str) -> list[str]:
+        return re.findall(r"wait --for=condition=Ready (\S+)", text)
+
+    name = helm.one(helm.render(release="llm"), "RayService")["metadata"]["name"]
+    page = (helm.ROOT / "docs" / "first-hour.md").read_text()
+    assert waited(page) == [f"rayservice/{name}", "pod"]
+    assert waited("kubectl wait --for=condition=Ready pod -l a=b") == ["pod"], "the control"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("", "asks nobody for a key: see apiKeys and"),
+        ("apiKeys: {secretName: k}", "asks for a key:"),
+        (f"config: {{server: {{api_keys: [{{name: a, sha256: '{7:064x}'}}]}}}}", "asks for a key:"),
+    ],
+)
+def test_the_notes_say_whether_a_key_is_asked_for(values: str, said: str) -> None:
+    assert said in notes(values)
+
+
 def test_the_notes_say_what_a_scale_and_an_incremental_upgrade_do() -> None:
     usual = notes("")
     assert "4 fast-path pods and 1 verifier pod," in usual
     assert "is a new cluster" in usual
+    assert "helm rollback" in usual
     assert "feature gate" not in usual
     assert "Verifier pods stay" in usual
     values = """

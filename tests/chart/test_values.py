@@ -49,6 +49,8 @@ def test_the_schema_refuses(values: str, where: str, what: str) -> None:
     assert what in said
 
 
+ONCE = "{create: true, accessModes: [ReadWriteOnce]}"
+TAKEN = (6379, 8080, 8265, 44217, 44227, 52365)
 REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revision: main}}"
 
 
@@ -59,6 +61,8 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (None, "config: {engine: {threads: 0}}", "give a number"),
         (None, "config: {server: {port: 8001}}", "set serve.port"),
         (None, "config: {telemetry: {metrics_port: 9}}", "pods show their metrics on port 8080"),
+        *((None, f"serve: {{port: {port}}}", f"serve.port: {port} is the port of") for port in TAKEN),
+        (LOCKED, "serve: {port: 9101}", "HAProxy's metrics"),
         (None, "ingress: {enabled: true, host: a, path: '/llm(/|$)(.*)'}", "is a pattern"),
         (None, "config: {engine: {kind: vllm}}", "needs config.model.device: cuda"),
         (None, "config: {model: {device: cuda}}", "fastPath.gpu.count is 0"),
@@ -112,8 +116,22 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
         (MULTI, "fastPath: {replicas: 2}", "with more than one replica"),
         (MULTI, "fastPath: {autoscaling: {enabled: true}}", "with more than one replica"),
         (None, "cache: {volume: {emptyDir: {}}, claim: {create: true}}", "leave one of them"),
+        (COLOCATED, f"cache: {{claim: {ONCE}}}", "waits for a volume that the old one's keeps"),
+        (
+            COLOCATED,
+            f"{{cache: {{claim: {ONCE}}}, fastPath: {{replicas: 3}}, upgrade: {{strategy: None}}}}",
+            "cache.claim.accessModes: up to 3 pods",
+        ),
+        (
+            PLUS_ONE,
+            f"model: {{huggingface: {{claim: {ONCE}}}}}",
+            "huggingface.claim.accessModes: up to",
+        ),
         (PLUS_ONE, "model: {huggingface: {volume: {emptyDir: {}}}}", "leave one of them"),
         (PLUS_ONE, "model: {huggingface: {claim: {create: false}}}", "needs a claim that they share"),
+        (None, "common: {terminationGracePeriodSeconds: 159}", "fastPath.terminationGracePeriodSeconds"),
+        (None, "head: {terminationGracePeriodSeconds: 169}", "less than the 170 that preStop"),
+        (PLUS_ONE, "verifier: {terminationGracePeriodSeconds: 30}", "less than the 160 that preStop"),
         (PLUS_ONE, "serviceMonitor: {enabled: true}", "each series would come twice"),
         (LOCKED, "networkPolicy: {egress: {redis: []}}", "say where Redis is"),
         (
@@ -126,6 +144,20 @@ REVISION = "model: {source: huggingface, path: '', huggingface: {repo: a/b, revi
 )
 def test_wrong_combinations_are_refused(example: Path | None, values: str, message: str) -> None:
     assert message in helm.refusal(values, example)
+
+
+def test_ports_that_pods_show_are_among_those_refused_and_others_are_not() -> None:
+    shown = {
+        port["containerPort"]
+        for template in helm.pod_templates(helm.render()).values()
+        for port in helm.container(template)["ports"]
+        if port["name"] != "serve"
+    }
+    assert shown <= set(TAKEN)
+    for port in (80, 8000, 9101):  # 9101 is HAProxy's, which is off
+        assert (
+            helm.serve_config(helm.render(values=f"serve: {{port: {port}}}"))["http_options"]["port"] == port
+        )
 
 
 def test_one_way_to_be_refused_in_each_check() -> None:

@@ -57,6 +57,17 @@ def test_a_pod_that_is_added_finds_what_the_others_made() -> None:
     assert all(str(place).startswith("/var/cache/llm42/") for place in kept)
 
 
+def test_one_pod_that_is_never_beside_its_successor_may_have_a_claim_alone() -> None:
+    """The control to what test_values.py sees refused."""
+    once = "claim: {create: true, accessModes: [ReadWriteOnce]}"
+    for values in (
+        f"{{cache: {{{once}}}, upgrade: {{strategy: None}}}}",
+        f"model: {{huggingface: {{{once}}}}}",  # not where the model comes from
+        "cache: {claim: {create: true, accessModes: [ReadOnlyMany, ReadWriteOnce]}}",
+    ):
+        assert helm.service(helm.render(values=values))
+
+
 def test_a_volume_of_the_users_or_none() -> None:
     own = "cache: {volume: {hostPath: {path: /c}}}\nmodel: {source: image}"
     assert volume(helm.pod_templates(helm.render(values=own))["fast-path"], "cache") == {
@@ -91,6 +102,28 @@ def test_one_job_downloads_and_pods_wait_for_its_mark() -> None:
     assert {m["name"]: m.get("readOnly") for m in job["volumeMounts"]}["model"] is None
     assert "HF_TOKEN" in {e["name"] for e in job["env"]}
     assert "Job" not in {m.kind for m in helm.render(PLUS_ONE, values=ALONE)}
+
+
+def test_the_job_is_placed_as_the_other_pods_are() -> None:
+    values = """
+common:
+  dnsConfig: {options: [{name: ndots, value: "2"}]}
+  dnsPolicy: Default
+  hostAliases: [{ip: 10.0.0.1, hostnames: [mirror]}]
+  priorityClassName: serving
+  schedulerName: other
+  nodeSelector: {pool: serving, kind: a}
+  tolerations: [{key: common, operator: Exists}]
+model: {huggingface: {job: {nodeSelector: {kind: b}, tolerations: [{key: mine, operator: Exists}]}}}
+"""
+    spec = helm.one(helm.render(PLUS_ONE, values=values), "Job")["spec"]["template"]["spec"]
+    head = helm.pod_templates(helm.render(PLUS_ONE, values=values))["head"]["spec"]
+    for name in ("dnsConfig", "dnsPolicy", "hostAliases", "priorityClassName", "schedulerName"):
+        assert spec[name] == head[name], name
+    assert spec["nodeSelector"] == {"pool": "serving", "kind": "b"}
+    assert {"common", "mine"} <= {t["key"] for t in spec["tolerations"]}
+    plain = helm.one(helm.render(PLUS_ONE), "Job")["spec"]["template"]["spec"]
+    assert not {"dnsConfig", "dnsPolicy", "hostAliases", "schedulerName"} & set(plain), "the control"
 
 
 def test_another_commit_is_another_job_and_the_same_values_are_the_same() -> None:
@@ -129,6 +162,19 @@ model:
     job = helm.one(helm.render(PLUS_ONE, values=values), "Job")["spec"]["template"]["spec"]
     assert job["containers"][0]["envFrom"] == told["envFrom"]
     assert {"name": "ca", "configMap": {"name": "ca"}} in job["volumes"]
+
+
+def test_the_download_is_not_offline_where_the_service_is() -> None:
+    offline = "[{name: HF_HUB_OFFLINE, value: '1'}]"
+    for values, expected in (
+        ("", "0"),
+        (f"common: {{env: {offline}}}", "0"),
+        (f"model: {{huggingface: {{env: {offline}}}}}", "1"),
+    ):
+        (told,) = [e for e in fetching(values)["env"] if e["name"] == "HF_HUB_OFFLINE"]
+        assert told["value"] == expected, values
+    ray = container(helm.pod_templates(helm.render(PLUS_ONE))["fast-path"])
+    assert {e["name"]: e.get("value") for e in ray["env"]}["HF_HUB_OFFLINE"] == "1", "the control"
 
 
 @pytest.mark.parametrize(

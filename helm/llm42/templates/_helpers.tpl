@@ -67,6 +67,17 @@ most: {{ .replicas }}
 {{- mul (include "llm42.range" . | fromYaml).least (default 1 .hosts) -}}
 {{- end -}}
 
+{{/* The number of a group that has one; of a group that scales, that it does. */}}
+{{- define "llm42.fixedSize" -}}
+{{- if .autoscaling.enabled -}}scales{{- else -}}{{ .replicas }}{{- end -}}
+{{- end -}}
+
+{{/* Most pods of all groups of workers. */}}
+{{- define "llm42.mostPods" -}}
+{{- $fast := mul (include "llm42.range" .Values.fastPath | fromYaml).most .Values.fastPath.hosts -}}
+{{- add $fast (ternary (include "llm42.range" .Values.verifier | fromYaml).most 0 .Values.verifier.dedicated) -}}
+{{- end -}}
+
 {{/*
 Ingresses: one a fast-path pod, before any scaling. Serve's application runs once all of them have a place, so with
 `verifier.ingress` a missing verifier pod holds best effort back too.

@@ -44,7 +44,10 @@ own variables win.
 {{- if $h.tokenSecret.name -}}
 {{- $_ := set $env "HF_TOKEN" (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" (pick $h.tokenSecret "name" "key"))) -}}
 {{- end -}}
-{{- range concat $v.common.env $h.env -}}{{- $_ := set $env .name . -}}{{- end -}}
+{{- range $v.common.env -}}{{- $_ := set $env .name . -}}{{- end -}}
+{{- /* offline is for what serves; TRANSFORMERS_OFFLINE counts where this one is empty */ -}}
+{{- $_ := set $env "HF_HUB_OFFLINE" (dict "name" "HF_HUB_OFFLINE" "value" "0") -}}
+{{- range $h.env -}}{{- $_ := set $env .name . -}}{{- end -}}
 {{- end -}}
 - name: {{ ternary "wait-for-model" "fetch-model" .wait }}
   image: {{ include "llm42.image" .root }}
@@ -98,14 +101,8 @@ spec:
   {{- end }}
   securityContext:
     {{- toYaml $v.podSecurityContext | nindent 4 }}
-  {{- with $v.model.huggingface.job.nodeSelector }}
-  nodeSelector:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $v.model.huggingface.job.tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- $role := include "llm42.role" (dict "root" . "values" (pick $v.model.huggingface.job "nodeSelector" "tolerations")) | fromYaml }}
+  {{- with include "llm42.placement" (dict "root" . "role" $role "component" "fetch-model") | trim }}{{ . | nindent 2 }}{{ end }}
   containers:
     {{- include "llm42.modelContainer" (dict "root" . "wait" false) | nindent 4 }}
   volumes:

@@ -62,14 +62,14 @@ spec:
 {{- end -}}
 
 {{/*
-What KubeRay does not look at when it decides on a new cluster: tolerations, and numbers of pods. As an annotation of the pods it
-does. An empty list hashes like none, so that a release without tolerations is no other one.
+What KubeRay does not look at when it decides on a new cluster: tolerations, and fixed numbers of pods. As an annotation of the pods
+it does. The bounds of a group that scales are left out: a second cluster for them would begin at the least number. An empty list hashes like none, so that a release without tolerations is no other one.
 */}}
 {{- define "llm42.clusterInputs" -}}
 {{- $inputs := dict "tolerations" (default list .role.tolerations) -}}
 {{- if .root.Values.upgrade.newClusterOnScale -}}
-{{- $sizes := list (include "llm42.range" .root.Values.fastPath) -}}
-{{- if .root.Values.verifier.dedicated -}}{{- $sizes = append $sizes (include "llm42.range" .root.Values.verifier) -}}{{- end -}}
+{{- $sizes := list (include "llm42.fixedSize" .root.Values.fastPath) -}}
+{{- if .root.Values.verifier.dedicated -}}{{- $sizes = append $sizes (include "llm42.fixedSize" .root.Values.verifier) -}}{{- end -}}
 {{- $_ := set $inputs "sizes" $sizes -}}
 {{- end -}}
 {{- toJson $inputs | sha256sum | trunc 16 -}}

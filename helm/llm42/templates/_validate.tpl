@@ -124,6 +124,11 @@
 {{- if and (eq $v.upgrade.strategy "NewClusterWithIncrementalUpgrade") (or $v.ingress.enabled $v.httpRoute.enabled) -}}
 {{- fail "upgrade.strategy NewClusterWithIncrementalUpgrade: KubeRay makes a Gateway and a route of its own: disable ingress and httpRoute" -}}
 {{- end -}}
+{{- $taken := dict "6379" "the head's GCS" "8080" "the metrics of Ray's agent" "8265" "Ray's dashboard" "44217" "the autoscaler's metrics" "44227" "the dashboard's metrics" "52365" "Ray's agent" -}}
+{{- if $v.serve.haProxy.enabled -}}{{- $taken = merge $taken (dict "8404" "HAProxy's statistics" "9101" "HAProxy's metrics") -}}{{- end -}}
+{{- with get $taken (toString (int $v.serve.port)) -}}
+{{- fail (printf "serve.port: %d is the port of %s in the same pods: take another, such as 8000" (int $v.serve.port) .) -}}
+{{- end -}}
 {{- if and $v.serve.haProxy.enabled (not $v.networkPolicy.enabled) -}}
 {{- fail "serve.haProxy.enabled opens ports 8404, 9101 and 30000-31000 on all interfaces: set networkPolicy.enabled to true with it" -}}
 {{- end -}}

@@ -9,6 +9,19 @@
 {{- if and $fetches $h.claim.create $h.volume -}}
 {{- fail "model.huggingface.claim.create: model.huggingface.volume names a volume already: leave one of them" -}}
 {{- end -}}
+{{- $claims := dict "cache.claim" $v.cache.claim -}}
+{{- if $fetches -}}{{- $_ := set $claims "model.huggingface.claim" $h.claim -}}{{- end -}}
+{{- $pods := int (include "llm42.mostPods" .) -}}
+{{- range $name, $claim := $claims -}}
+{{- if and $claim.create (not (has "ReadWriteMany" $claim.accessModes)) (not (has "ReadOnlyMany" $claim.accessModes)) -}}
+{{- if gt $pods 1 -}}
+{{- fail (printf "%s.accessModes: up to %d pods mount it, on several nodes: give ReadWriteMany, or set %s.create to false" $name $pods $name) -}}
+{{- end -}}
+{{- if ne $v.upgrade.strategy "None" -}}
+{{- fail (printf "%s.accessModes: at an upgrade the new cluster's pod waits for a volume that the old one's keeps until the new one runs: give ReadWriteMany, set upgrade.strategy to None, or set %s.create to false" $name $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $fetches $h.job.enabled (not $h.claim.create) (not (hasKey $h.volume "persistentVolumeClaim")) -}}
 {{- fail "model.huggingface.job.enabled: one download for all pods needs a claim that they share: set model.huggingface.claim.create, or volume.persistentVolumeClaim" -}}
 {{- end -}}
@@ -17,6 +30,22 @@
 {{- end -}}
 {{- if and $v.podMonitor.enabled $v.serviceMonitor.enabled -}}
 {{- fail "podMonitor and serviceMonitor: each series would come twice: enable one of them" -}}
+{{- end -}}
+{{- $roles := dict "head" $v.head "fastPath" $v.fastPath -}}
+{{- if $v.verifier.dedicated -}}{{- $_ := set $roles "verifier" $v.verifier -}}{{- end -}}
+{{- range $name, $values := $roles -}}
+{{- $role := include "llm42.role" (dict "root" $ "values" $values) | fromYaml -}}
+{{- $own := $role.terminationGracePeriodSeconds -}}
+{{- $drain := "" -}}
+{{- range $role.env -}}{{- if eq .name "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" -}}{{- $drain = "told" -}}{{- end -}}{{- end -}}
+{{- if not (or (kindIs "invalid" $own) $role.preStop $drain) -}}
+{{- $head := eq $name "head" -}}
+{{- $least := int (include "llm42.preStopSeconds" (dict "root" $ "component" (ternary "head" "worker" $head))) -}}
+{{- if not $head -}}{{- $least = add $least (int (include "llm42.nodeDrainSeconds" $)) -}}{{- end -}}
+{{- if lt (int $own) (int $least) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds (or that of common): %d s are less than the %d that preStop and the drain take, so streams would be cut: give more, lower config.server.drain_s, or set preStop or RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S (env) too" $name (int $own) (int $least)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $n := $v.networkPolicy -}}
 {{- if and $n.enabled $n.egress.enabled -}}
