@@ -1,0 +1,89 @@
+"""Failures that users of inference servers reported, tried on any OpenAI endpoint.
+
+    python -m benchmarks.battery --base-url http://127.0.0.1:8000/v1 --model NAME --name plain-vllm
+    python -m benchmarks.battery ... --name llm42 --extra '{"deterministic": true}'
+
+Each check says pass, fail, or not offered (with the reason); benchmarks/results/battery-NAME.json keeps it.
+`--keep FILE` writes some answers, and `--expect FILE`, after a restart of the server, compares with them.
+Then `python -m benchmarks.battery.table` writes docs/battery.md. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.battery import beside, cache, seeds, surface
+from benchmarks.battery.api import Api
+from benchmarks.battery.registry import CHECKS, judge
+from benchmarks.battery.surface import restart_check
+from benchmarks.lib.report import Figure, report
+
+assert (beside, cache, seeds, surface)  # importing them fills CHECKS
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.battery",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--base-url", required=True, help="with /v1")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--name", required=True, help="of the result: battery-NAME.json")
+    parser.add_argument("--system", help="what was run, in words, for the table; default: the name")
+    parser.add_argument("--extra", default="{}", help="JSON: fields that ask for determinism")
+    parser.add_argument("--only", nargs="*", help="names of checks")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--load", type=int, default=6, help="requests beside")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for one check")
+    parser.add_argument("--keep", type=Path)
+    parser.add_argument("--expect", type=Path)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results")
+    return parser.parse_args()
+
+
+async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """All verdicts by name; one check after the other, since each wants to know what else is running."""
+    verdicts = {}
+    base = args.base_url.rstrip("/") + "/"
+    timeout = httpx.Timeout(args.limit_s, connect=30.0)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=base, timeout=timeout, limits=limits, trust_env=False) as client:
+        api = Api(client, args.model, json.loads(args.extra), args.tokens, args.load)
+        for name, item in CHECKS.items():
+            if args.only and name not in args.only:
+                continue
+            verdicts[name] = await judge(item, api, args.limit_s)
+            print(f"{name}: {verdicts[name]['verdict']}: {verdicts[name]['detail']}", flush=True)
+    return verdicts
+
+
+def main() -> int:
+    """Runs, prints and writes the result."""
+    args = parse()
+    restart_check(args.keep, args.expect)
+    verdicts = asyncio.run(run(args))
+    if args.keep:
+        verdicts.pop("restart", None)  # a half of it is no verdict
+    counts = Counter(verdict["verdict"] for verdict in verdicts.values())
+    figures = {
+        key: Figure(float(counts[name]), "checks", None, better)
+        for key, name, better in (("passed", "pass", "higher"), ("failed", "fail", "lower"))
+    }
+    raw = {"system": args.system or args.name, "extra": json.loads(args.extra), "tokens": args.tokens}
+    raw |= {"load": args.load, "checks": verdicts}
+    print(report(f"battery-{args.name}", figures, raw, args.out))
+    return int(counts["fail"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
