@@ -43,7 +43,7 @@ async def errors_before_streams(api: Api) -> str:
     for fields in wrong:
         reply = await api.client.post("completions", json=api.body(PROMPT) | {"stream": True} | fields)
         if not 400 <= reply.status_code < 500:
-            raise Broken(f"{list(fields)[0]}: status {reply.status_code}")
+            raise Broken(f"{next(iter(fields))}: status {reply.status_code}")
     return f"{len(wrong)} requests"
 
 
@@ -58,7 +58,7 @@ async def fingerprint(api: Api) -> str:
 
 
 def restart_check(before: Path | None, after: Path | None) -> None:
-    """Adds the check whose two halves run before and after a restart: the first writes, the second compares."""
+    """Adds the check of two halves: before a restart answers are written, after it compared."""
     if before is None and after is None:
         return
 

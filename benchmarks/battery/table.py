@@ -17,13 +17,13 @@ from benchmarks.lib.report import RESULTS
 PAGE = Path(__file__).parents[2] / "docs" / "battery.md"
 HEAD = """# Failures that users reported, tried
 
-Users of inference servers reported these failures. Each is a small check that runs against any OpenAI endpoint
-(`python -m benchmarks.battery --help`). Answers are equal when token ids, text, finish reason and log-probabilities
-are, compared with `==`.
+Users of inference servers reported these failures. Each is a small check that runs against any
+OpenAI endpoint (`python -m benchmarks.battery --help`). Answers are equal when token ids, text,
+finish reason and log-probabilities are, compared with `==`.
 
-This page is written by `python -m benchmarks.battery.table` from benchmarks/results/battery-*.json. Only what was
-run is in it. A pass is not a proof: a check that finds no difference with a small model on this machine may find one
-elsewhere. A fail is one.
+This page is written by `python -m benchmarks.battery.table` from benchmarks/results/battery-*.json.
+Only what was run is in it. A pass is no proof: a check that finds no difference with a small model on
+this machine may find one elsewhere.
 """
 
 
@@ -59,7 +59,8 @@ def _system(name: str, result: dict[str, Any]) -> list[str]:
     lines = [
         f"### {name}\n",
         f"{raw['system']}. {result['date'][:10]}, {machine.get('gpu', {}).get('name') or machine['cpu']}. "
-        f"Determinism is asked for with: {asked}. Answers of {raw['tokens']} tokens, {raw['load']} requests beside.\n",
+        f"Determinism is asked for with: {asked}. Answers of {raw['tokens']} tokens, "
+        f"{raw['load']} requests beside.\n",
     ]
     kinds = [(n, v) for n, v in raw["checks"].items() if v["verdict"] != "pass"]
     lines += [f"- `{n}`: {v['verdict']}: {_cell(v['detail'])}" for n, v in kinds] or ["All checks passed."]
