@@ -6,6 +6,7 @@
 Each check says pass, fail, or not offered (with the reason); benchmarks/results/battery-NAME.json keeps it.
 `--keep FILE` writes some answers, and `--expect FILE`, after a restart of the server, compares with them.
 Then `python -m benchmarks.battery.table` writes docs/battery.md. The exit status is 1 if a check failed.
+A server that does not answer an ordinary request, at the beginning and at the end, gets no result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.battery import beside, cache, seeds, surface
-from benchmarks.battery.api import Api
+from benchmarks.battery.api import Api, Broken, NotOffered
 from benchmarks.battery.registry import CHECKS, judge
 from benchmarks.battery.surface import restart_check
 from benchmarks.lib.report import Figure, report
@@ -51,6 +52,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+async def answers(api: Api) -> None:
+    """A server that is dead breaks no rule, and has no result. Raises SystemExit."""
+    try:
+        await api.ask("Hello", max_tokens=1)
+    except (Broken, NotOffered, httpx.HTTPError) as fault:
+        raise SystemExit(f"no result: the server does not answer an ordinary request: {fault!r}") from fault
+
+
 async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """All verdicts by name; one check after the other, since each wants to know what else is running."""
     verdicts = {}
@@ -59,11 +68,13 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=base, timeout=timeout, limits=limits, trust_env=False) as client:
         api = Api(client, args.model, json.loads(args.extra), args.tokens, args.load)
+        await answers(api)
         for name, item in CHECKS.items():
             if args.only and name not in args.only:
                 continue
             verdicts[name] = await judge(item, api, args.limit_s)
             print(f"{name}: {verdicts[name]['verdict']}: {verdicts[name]['detail']}", flush=True)
+        await answers(api)
     return verdicts
 
 

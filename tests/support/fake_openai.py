@@ -43,9 +43,9 @@ class FakeOpenAI:
     async def completions(self, request: Request) -> Any:
         """Whole or streamed."""
         body = await request.json()
-        error = self._error(body)
+        error = "dead" if self.broken == "dead" else self._error(body)
         if error and not (self.broken == "late_errors" and body.get("stream")):
-            status = 500 if self.broken == "crashes" else 400
+            status = 500 if self.broken in ("crashes", "dead") else 400
             return JSONResponse({"error": {"message": error}}, status)
         if self.broken == "no_salt" and "cache_salt" in body:
             return JSONResponse({"error": {"message": "unknown field cache_salt"}}, 400)

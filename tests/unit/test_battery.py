@@ -108,6 +108,17 @@ async def test_a_restart_is_compared(tmp_path: Path, after: str, expected: str) 
     assert got["verdict"] == expected, got
 
 
+@pytest.mark.parametrize("broken", ["", "dead"])
+async def test_a_dead_server_has_no_result(broken: str) -> None:
+    """It breaks no rule; the control is a server that answers."""
+    async with served(FakeOpenAI(broken)) as api:
+        if broken:
+            with pytest.raises(SystemExit, match="no result"):
+                await command.answers(api)
+        else:
+            await command.answers(api)
+
+
 def test_bits_count() -> None:
     """Answers whose text is equal and whose log-probabilities differ in the last bit are different."""
     answer = Answer("a", ("a",), (-0.1,), "stop")
