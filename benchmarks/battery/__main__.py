@@ -6,7 +6,8 @@
 Each check says pass, fail, or not offered (with the reason); benchmarks/results/battery-NAME.json keeps it.
 `--keep FILE` writes some answers, and `--expect FILE`, after a restart of the server, compares with them.
 Then `python -m benchmarks.battery.table` writes docs/battery.md. The exit status is 1 if a check failed.
-A server that does not answer an ordinary request, at the beginning and at the end, gets no result.
+A server that is dead, at the beginning or after a failure, ends the run: that is no verdict. Nor is a check
+that takes longer than --limit-s, which is left out of the result.
 """
 
 from __future__ import annotations
@@ -61,8 +62,11 @@ async def answers(api: Api) -> None:
 
 
 async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """All verdicts by name; one check after the other, since each wants to know what else is running."""
-    verdicts = {}
+    """All verdicts by name; one check after the other, since each wants to know what else is running.
+
+    What has a verdict is written at once, so that a long run that is stopped leaves what it found.
+    """
+    verdicts: dict[str, dict[str, Any]] = {}
     base = args.base_url.rstrip("/") + "/"
     timeout = httpx.Timeout(args.limit_s, connect=30.0)
     limits = httpx.Limits(max_connections=None)
@@ -72,28 +76,34 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for name, item in CHECKS.items():
             if args.only and name not in args.only:
                 continue
-            verdicts[name] = await judge(item, api, args.limit_s)
-            print(f"{name}: {verdicts[name]['verdict']}: {verdicts[name]['detail']}", flush=True)
-        await answers(api)
+            verdict = await judge(item, api, args.limit_s)
+            print(f"{name}: {verdict['verdict']}: {verdict['detail']}", flush=True)
+            if verdict["verdict"] == "fail":
+                await answers(api)
+            if verdict["verdict"] != "not run" and not (args.keep and name == "restart"):
+                verdicts[name] = verdict  # the half of a check before the restart is no verdict
+                write(args, verdicts)
     return verdicts
 
 
-def main() -> int:
-    """Runs, prints and writes the result."""
-    args = parse()
-    restart_check(args.keep, args.expect)
-    verdicts = asyncio.run(run(args))
-    if args.keep:
-        verdicts.pop("restart", None)  # a half of it is no verdict
+def write(args: argparse.Namespace, verdicts: dict[str, dict[str, Any]]) -> None:
+    """The result of what was run so far."""
     counts = Counter(verdict["verdict"] for verdict in verdicts.values())
     figures = {
-        key: Figure(float(counts[name]), "checks", None, better)
-        for key, name, better in (("passed", "pass", "higher"), ("failed", "fail", "lower"))
+        "passed": Figure(float(counts["pass"]), "checks", None, "higher"),
+        "failed": Figure(float(counts["fail"]), "checks", None, "lower"),
     }
     raw = {"system": args.system or args.name, "extra": json.loads(args.extra), "tokens": args.tokens}
     raw |= {"load": args.load, "checks": verdicts}
-    print(report(f"battery-{args.name}", figures, raw, args.out))
-    return int(counts["fail"] > 0)
+    report(f"battery-{args.name}", figures, raw, args.out)
+
+
+def main() -> int:
+    """Runs and prints; 1 if a check failed."""
+    args = parse()
+    restart_check(args.keep, args.expect)
+    verdicts = asyncio.run(run(args))
+    return int(any(verdict["verdict"] == "fail" for verdict in verdicts.values()))
 
 
 if __name__ == "__main__":

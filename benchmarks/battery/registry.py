@@ -51,7 +51,7 @@ def same(expected: Answer, others: Iterable[Answer], where: str) -> int:
 
 
 async def judge(item: Check, api: Api, limit_s: float) -> dict[str, Any]:
-    """One verdict: pass, fail or not offered, with the reason."""
+    """One verdict: pass, fail or not offered, with the reason; or not run, if there was none in time."""
     began = time.monotonic()
     try:
         verdict, detail = "pass", await asyncio.wait_for(item.run(api), limit_s)
@@ -60,7 +60,7 @@ async def judge(item: Check, api: Api, limit_s: float) -> dict[str, Any]:
     except Broken as fault:
         verdict, detail = "fail", str(fault)
     except TimeoutError:
-        verdict, detail = "fail", f"no verdict within {limit_s:.0f} s"
+        verdict, detail = "not run", f"no verdict within {limit_s:.0f} s"
     except httpx.HTTPError as fault:
         verdict, detail = "fail", f"the connection failed: {fault!r}"
     seconds = round(time.monotonic() - began, 1)

@@ -119,6 +119,12 @@ async def test_a_dead_server_has_no_result(broken: str) -> None:
             await command.answers(api)
 
 
+async def test_a_slow_server_breaks_no_rule() -> None:
+    async with served(FakeOpenAI()) as api:
+        got = await judge(CHECKS["beside-load"], api, 0.0)
+    assert got["verdict"] == "not run"
+
+
 def test_bits_count() -> None:
     """Answers whose text is equal and whose log-probabilities differ in the last bit are different."""
     answer = Answer("a", ("a",), (-0.1,), "stop")
