@@ -1,11 +1,12 @@
-"""lm-eval's `local-completions` against a running service at concurrency 1 and 16: equal logs, byte for byte.
+"""lm-eval's `local-completions` against a running service at concurrency 1 and 64: equal logs, byte for byte.
 
     llm42 serve &                                   # another shell
     python -m benchmarks.service.lm_eval_check --lm-eval PATH/TO/lm_eval --url http://127.0.0.1:8000
 
 The tasks are written here, so nothing is downloaded: one of log-likelihoods (multiple choice), one of
 generated text. Both ask deterministically, through the header X-LLM42-Deterministic. With --control they do
-not; the logs may then differ, and the exit status says whether they did. lm-eval (with its extra `api`, and
+not; the logs may then differ, and the exit status says whether they did; the server may then be another
+system's. docs/recipes/lm-eval.md has the commands. lm-eval (with its extra `api`, and
 transformers) may live in an environment of its own.
 """
 
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,12 @@ def run(args: argparse.Namespace, directory: Path, concurrency: int) -> tuple[di
     )
 
 
+def differing(alone: dict[str, bytes], together: dict[str, bytes]) -> dict[str, int]:
+    """By task, how many lines of the logs (one is one question) differ."""
+    pairs = {task: (text.splitlines(), together.get(task, b"").splitlines()) for task, text in alone.items()}
+    return {task: sum(x != y for x, y in zip_longest(a, b)) for task, (a, b) in pairs.items()}
+
+
 def main() -> int:
     """Prints one JSON object; 0 when the logs are equal (with --control: when they differ)."""
     parser = argparse.ArgumentParser(
@@ -121,24 +129,28 @@ def main() -> int:
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--model-path", default=Settings().model.path, help="where its tokenizer is")
     parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--concurrency", type=int, default=64, help="of the second run; the first has 1")
+    parser.add_argument("--system", default="llm42", help="what was run, in words, for the result")
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--result", help="also write benchmarks/results/NAME.json")
     args = parser.parse_args()
-    require_flag(args)
+    if not args.control:
+        require_flag(args)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_tasks(directory, args.questions)
         write_tokenizer(args.model_path, directory)
         logs, raw = {}, dict[str, Any](questions=args.questions, deterministic=not args.control)
-        for concurrency in (1, 16):
+        for concurrency in (1, args.concurrency):
             logs[concurrency], seconds = run(args, directory, concurrency)
             raw[f"seconds_{concurrency}"] = round(seconds, 1)
             raw[f"sha256_{concurrency}"] = {
                 task: hashlib.sha256(text).hexdigest()[:16] for task, text in logs[concurrency].items()
             }
         raw["bytes"] = {task: len(text) for task, text in logs[1].items()}
-    equal = sum(logs[1][task] == logs[16].get(task) for task in logs[1])
+    equal = sum(logs[1][task] == logs[args.concurrency].get(task) for task in logs[1])
     raw["equal"] = len(logs[1]) == 2 == equal
+    raw |= {"system": args.system, "differing_lines": differing(logs[1], logs[args.concurrency])}
     print(json.dumps(raw))
     if args.result:
         target = None if args.control else 2.0

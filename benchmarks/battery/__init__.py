@@ -1,0 +1,1 @@
+"""Failures that users of inference servers reported, as small checks against any OpenAI endpoint."""
