@@ -253,7 +253,7 @@ def test_another_file_of_keys_restarts_ingresses_in_place() -> None:
     assert told("apiKeys: {secretName: other}")[1] != pods, "the control: a new cluster"
 
 
-HASH = re.compile(r"\bsha256: *[\"']?[0-9a-f]{64}\b")
+HASH = re.compile(r"\bsha256: +[\"']?[0-9a-f]{64}\b")
 
 
 def test_no_example_brings_a_key_that_works() -> None:
