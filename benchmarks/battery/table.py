@@ -29,7 +29,7 @@ this machine may find one elsewhere.
 TRIED = """
 Not in the table: vLLM's CPU build 0.27.0 with `VLLM_BATCH_INVARIANT=1`. It starts without a warning, and
 its first request ends the engine: the mean of its batch-invariant operators is a Triton kernel, which this
-CPU build cannot launch (`TypeError` in `mean_dim` of its batch_invariant module). So no
+CPU build cannot launch (`TypeError` in `mean_dim` of vLLM). So no
 check could be run on it. On a GPU it has not been run here.
 """
 
