@@ -415,16 +415,22 @@ def window_of(request: Request) -> Window:
     return replace(window, credit=0)
 
 
+async def gives_up(pool: VerifierPool, turns: int) -> tuple[str, asyncio.Task[Any]]:
+    """Somebody who asks for a window, and is gone so many turns of the event loop later."""
+    window = window_of(request_of(0))
+    waits = asyncio.create_task(verify(pool, window, pool._settings.session, Tracer(), "", lambda: None))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    waits.cancel()
+    return window.request_id, waits
+
+
 @pytest.mark.parametrize("turns", range(8))
 async def test_whoever_leaves_at_once_is_not_followed_for_ever(turns: int) -> None:
     """However far its window has come: it must not be sent behind the release."""
     async with pool_with(Actor()) as pool:
-        window = window_of(request_of(0))
-        waits = asyncio.create_task(verify(pool, window, pool._settings.session, Tracer(), "", lambda: None))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        waits.cancel()
-        pool.release(window.request_id)
+        name, waits = await gives_up(pool, turns)
+        pool.release(name)
         await asyncio.wait([waits])
         for _ in range(20):
             await asyncio.sleep(0)
@@ -436,11 +442,7 @@ async def test_whoever_leaves_at_once_is_not_followed_for_ever(turns: int) -> No
 async def test_a_window_that_is_given_up_never_takes_the_place_of_the_next(turns: int) -> None:
     """As where a request is decoded directly from now on."""
     async with pool_with(Actor()) as pool:
-        window = window_of(request_of(0))
-        waits = asyncio.create_task(verify(pool, window, pool._settings.session, Tracer(), "", lambda: None))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        waits.cancel()
+        await gives_up(pool, turns)
         found = await read(ByPool(pool), request_of(0))
         assert found.tokens == oracle(60, prompt_of(0))[0]
         assert not found.silences
