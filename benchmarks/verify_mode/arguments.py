@@ -15,12 +15,14 @@ NAME = "h200-verify-mode"
 
 
 def merge(out: Path, name: str, files: list[Path]) -> Path:
-    """The first file's document with the others' figures and parts; a later one's figure stands."""
+    """The first file's document with the others' figures and parts; a later one's figure stands. A file may
+    be joined already."""
     documents = [json.loads(file.read_text()) for file in files]
     merged = documents[0] | {
+        "date": documents[-1]["date"],
         "command": "; ".join(d["command"] for d in documents),
         "figures": {key: f for d in documents for key, f in d["figures"].items()},
-        "raw": {"parts": [d["raw"] for d in documents]},
+        "raw": {"parts": [part for d in documents for part in d["raw"].get("parts", [d["raw"]])]},
     }
     validate(merged)
     path = out / f"{name}.json"

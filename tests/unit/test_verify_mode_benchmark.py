@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from benchmarks.lib.report import Figure, report
+from benchmarks.verify_mode.arguments import merge
 from benchmarks.verify_mode.cells import (
     CELLS,
     KV,
@@ -200,3 +204,20 @@ def test_what_ends_a_salt_is_the_verifiers_alone_and_what_was_cached_is_counted(
         watched.submit(request, outputs.append, 3)
     assert watched.alive() and len(outputs) == 4
     assert watched.take() == {"tokens": 3, "cached": 2} and watched.take() == {"tokens": 0, "cached": 0}
+
+
+def test_results_are_joined_also_to_one_that_was_joined_before(tmp_path: Path) -> None:
+    """All parts side by side, the last figure stands, and the date is the last one's."""
+    files = []
+    for day in (1, 2, 3):
+        figures = {
+            "kept_2": Figure(day / 10, "ratio", None, "higher"),
+            f"only_{day}": Figure(day, "s", None, "lower"),
+        }
+        files.append(report(f"run-{day}", figures, {"day": day}, tmp_path))
+    merge(tmp_path, "two", files[:2])
+    whole = json.loads(merge(tmp_path, "whole", [tmp_path / "two.json", files[2]]).read_text())
+    assert whole["raw"]["parts"] == [{"day": 1}, {"day": 2}, {"day": 3}]
+    assert whole["figures"]["kept_2"]["value"] == 0.3
+    assert {"only_1", "only_2", "only_3"} < set(whole["figures"])
+    assert whole["date"] == json.loads(files[2].read_text())["date"]
