@@ -57,9 +57,18 @@ class Moved(DirectDrive):
         super()._send(replace(window, yields=True))
 
     def _unheard_s(self) -> float:
-        """Whatever the reason is: it was moved to be faster."""
+        """Whatever the reason is: it was moved to be faster. Before its first token others' prompts may be
+        what it waits for, while steps are completed."""
+        if not self.may_turn:
+            return math.inf
         waited_s = time.monotonic() - self.came_at
-        return WAIT_DEADLINES * self.settings.commit_deadline_s - waited_s if self.may_turn else math.inf
+        patience_s = WAIT_DEADLINES * self.settings.commit_deadline_s
+        if self.begun or waited_s < patience_s:
+            return patience_s - waited_s
+        request = self.request
+        moves_s = patience_s - self.verifier.progressed_s(request.request_id)
+        longer_s = self.owner.ways.patience_of_best_effort_s(request, len(request.output), self.verifier)
+        return min(moves_s, longer_s - waited_s)
 
     def give_up(self, reason: LLM42Error) -> None:
         """It had to wait."""

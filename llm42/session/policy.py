@@ -23,9 +23,10 @@ COMES, STAYS = 0.5, 0.7
 """Of places and KV the same for best effort. It comes if all of it takes no more than the one, and stays up
 to the other: no deterministic request is refused because of it (verifier.target_load). Nor is one that comes
 refused because others are on their way: half of them there is worst."""
-WAIT_STEPS, WAIT_DEADLINES, WAIT_PROMPTS = 32, 4, 4
+WAIT_STEPS, WAIT_DEADLINES, WAIT_PROMPTS, WAIT_MORE = 32, 4, 4, 3
 """Who is decoded directly and gets no token goes another way after so many steps, commit deadlines and, at
-its beginning, times that all prompts would take."""
+its beginning, times that all prompts would take. For best effort: so many times the deadlines at most for
+prompts."""
 
 
 def choose(request: Progress, load: Load) -> Way:
@@ -121,6 +122,16 @@ def patience_s(request: Progress, load: Load, deadline_s: float, begun: bool) ->
     if not begun:
         patience += WAIT_PROMPTS * count * request.length * verifier.prompt_row_s
     return patience
+
+
+def patience_of_best_effort_s(request: Progress, load: Load, deadline_s: float) -> float:
+    """How long a best-effort request may wait for its first token of a verifier that completes steps: others'
+    prompts, which it gives way to, take as long on the fast path. Bounded, for that would not be its own."""
+    verifier, patience = load.verifier, WAIT_DEADLINES * deadline_s
+    if verifier is None or not verifier.is_measured:
+        return patience
+    prompts_s = max(load.joined, float(verifier.direct)) * request.length * verifier.prompt_row_s
+    return patience + min(WAIT_PROMPTS * prompts_s, WAIT_MORE * patience)
 
 
 def rates(load: Load) -> dict[Way, float]:

@@ -140,9 +140,12 @@ class Standing:
         self._before: tuple[Plan, float] | None = None
         """While a plan is on trial: the one before, and its round."""
 
-    def next(self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool) -> Plan | None:
+    def next(
+        self, now: float, count: int, done: Done, rounds: Rounds | None, room: bool, kept: bool = False
+    ) -> Plan | None:
         """The plan from now on. count: requests in progress. rounds: what the model expects; None: too little
-        is known, or nobody asks. room: whether verifiers have room for best effort."""
+        is known, or nobody asks. room: whether verifiers have room for best effort. kept: for a moment it is
+        kept from going there: what comes meanwhile says nothing of that plan."""
         if not count:  # somebody looks; whoever comes next is asked for
             return self.plan
         mark, rested_s, done.rested_s = self._now, done.rested_s, 0.0
@@ -173,6 +176,8 @@ class Standing:
         if self._is_another_load(done):
             self._forget()
             self._begin(expected, self.plan, count)
+        if kept and self.plan == "moved":
+            self._since, self._from = self._now, None
         self._measure(count, expected[self.plan])
         if self._before is not None:
             self._judge(self._before)

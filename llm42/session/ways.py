@@ -14,6 +14,7 @@ from llm42.config import Settings
 from llm42.engine.base import SAME_ID, Engine
 from llm42.host.cores import usable_cores
 from llm42.protocol import Request
+from llm42.session.backoff import Backoff
 from llm42.session.interfaces import VerifierClient
 from llm42.session.load import WAYS, Load, Progress, Rounds, Way
 from llm42.session.machine import Session
@@ -24,6 +25,7 @@ from llm42.session.policy import (
     choose_best_effort,
     has_room_for_all,
     kv_needed,
+    patience_of_best_effort_s,
     patience_s,
     rates,
     settled_window,
@@ -38,9 +40,6 @@ Decide = Callable[[Progress, Load], Way]
 """What says which way a request takes. It may say what it will: the output is the same."""
 AFTER = 8
 """Times HOLD: so many tokens a request stays where it is that had to leave its way because nothing came."""
-SHY_S, SHY_MOST_S = 10.0, 160.0
-"""For so long no best effort goes to a verifier after some has come back from one with nothing, at first and
-at most."""
 PLAN_S, MANY_MORE = 0.1, 1.5
 """How often a plan is made, and at once for so many times the requests: a burst comes within less."""
 MEMORY = 1 << 16
@@ -100,8 +99,7 @@ class Ways:
         self._planned_at, self._planned_for = 0.0, 0
         self.lengths, self._of_best_effort = Lengths(), Lengths()
         """Of deterministic requests and of the others."""
-        self._shy_until = self._shy_s = 0.0
-        """Until when no best effort goes to verifiers, and how long that was said for."""
+        self._backoff = Backoff()
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -157,7 +155,7 @@ class Ways:
         self, request: Request, output: int, way: Way | None, held: int, verifier: VerifierClient
     ) -> Way:
         """For a best-effort request, with so many tokens of output."""
-        if way != "direct" and time.monotonic() < self._shy_until:
+        if way != "direct" and self._backoff.holds(time.monotonic()):
             return "verify"
         length = len(request.prompt) + output
         progress = replace(
@@ -166,15 +164,12 @@ class Ways:
         return self._asked(self.decide_best_effort, request, progress, verifier)
 
     def came_back(self) -> None:
-        """A best-effort request had to leave its verifier, for which it had waited or which is gone: the next
-        ones would find the same. Those that have gone together come back together, and count once."""
-        if (now := time.monotonic()) >= self._shy_until:
-            self._shy_s = min(2 * self._shy_s, SHY_MOST_S) or SHY_S
-            self._shy_until = now + self._shy_s
+        """A best-effort request had to leave its verifier."""
+        self._backoff.failed(time.monotonic())
 
     def came_on(self) -> None:
         """A verifier has begun to decode a best-effort request."""
-        self._shy_s = 0.0
+        self._backoff.worked()
 
     def _asked(self, decide: Decide, request: Request, progress: Progress, verifier: VerifierClient) -> Way:
         name, way = request.request_id, progress.way or "verify"
@@ -215,6 +210,16 @@ class Ways:
             self._say_once()
             return patience_s(progress, Load(), deadline_s, begun)
 
+    def patience_of_best_effort_s(self, request: Request, output: int, verifier: VerifierClient) -> float:
+        """How long one that is to be decoded by a verifier may wait for its first token there."""
+        progress, deadline_s = self._typical("direct"), self._settings.commit_deadline_s
+        progress = replace(progress, length=max(progress.length, len(request.prompt) + output))
+        try:
+            return patience_of_best_effort_s(progress, self.load(verifier, request), deadline_s)
+        except Exception:
+            self._say_once()
+            return patience_of_best_effort_s(progress, Load(), deadline_s)
+
     # ---- what the policy is told
 
     def load(self, verifier: VerifierClient, request: Request | None = None) -> Load:
@@ -243,11 +248,12 @@ class Ways:
 
     def _planned(self, load: Load) -> Load:
         """Makes a plan."""
-        self._planned_at, self._planned_for, typical = time.monotonic(), load.count, self._typical()
+        now, typical, backoff = time.monotonic(), self._typical(), self._backoff
+        self._planned_at, self._planned_for = now, load.count
         load = replace(load, rounds=rounds(typical, load))
         self._rounds = load.rounds
-        room = has_room_for_all(typical, load)
-        plan = self._standing.next(self._planned_at, load.count, self.done, load.rounds, room)
+        room = has_room_for_all(typical, load) and not backoff.lasts(now)
+        plan = self._standing.next(now, load.count, self.done, load.rounds, room, backoff.holds(now))
         self._moves, self._plan = plan == "moved", "direct" if plan == "moved" else plan
         return replace(load, plan=self._plan, moves=self._moves)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,13 @@ import pytest
 
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, SamplingParams, Window
-from llm42.session import ways
+from llm42.session import backoff, ways
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
 from llm42.session.load import Load, Progress, Way
 from llm42.session.ways import may_move
+from llm42.step_times import Costs, VerifierLoad
 from llm42.telemetry import metrics as m
 from llm42.verifier.scheduler import Verifier
 from tests.protocol.switching import KINDS, Counts, Starves, nothing_left, switching
@@ -135,12 +138,49 @@ def test_a_moved_request_does_not_wait(
     lab: Lab, kind: type[Starves], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a verifier that is full, or works on others alone."""
-    monkeypatch.setattr(ways, "SHY_S", 0.0)
+    monkeypatch.setattr(backoff, "FIRST_S", 0.0)
     verifier = kind(lab.verifier().start())
     generator = always_moved(lab, verifier, commit_deadline_s=0.02)
     assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
     assert verifier.followed >= 3
     assert nothing_left(generator)
+
+
+class Late(Wrapped):
+    """It begins with nobody before it has been asked to for so long, as where many prompts come at once."""
+
+    after_s, hangs = 0.5, False
+
+    def follow(self, window: Window, sink: Any) -> None:
+        """As it says."""
+        threading.Timer(self.after_s, self.verifier.follow, (window, sink)).start()
+
+    def renew(self, *args: Any) -> None:
+        """As ever."""
+        self.verifier.renew(*args)
+
+    def progressed_s(self, request_id: str) -> float:
+        """It works on others, or on nothing."""
+        return math.inf if self.hangs else 0.0
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("prompts", [False, True])
+def test_a_moved_request_waits_for_prompts_as_it_would_elsewhere(
+    lab: Lab, hangs: bool, prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its verifier completes steps. Where that hangs, or no prompts are to be computed, the engine has
+    it soon."""
+    verifier = Late(lab.verifier().start())
+    verifier.hangs = hangs
+    generator = always_moved(lab, verifier, commit_deadline_s=0.05)
+    asked = VerifierLoad(Costs(((1.0, 0.01),), 1.0 if prompts else 1e-9), direct=64)
+    monkeypatch.setattr(generator.ways, "load", lambda *_: Load(verifier=asked))
+    assert len(together(generator, best_effort(1))[0].tokens) == 40
+    moved = generator.metrics.found[m.MOVED_TOKENS]  # type: ignore[attr-defined]
+    assert moved == (40 if prompts and not hangs else 0)
+    assert nothing_left(generator)
+    time.sleep(verifier.after_s)  # its timer is no other test's
 
 
 @pytest.mark.parametrize("kind", [Full, Starves])
@@ -149,7 +189,8 @@ def test_the_next_ones_are_not_moved_in_vain(
     lab: Lab, kind: type[Starves], learnt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not learnt, the control: each waits."""
-    monkeypatch.setattr(ways, "SHY_S", 1e6 if learnt else 0.0)
+    monkeypatch.setattr(backoff, "FIRST_S", 1e6 if learnt else 0.0)
+    monkeypatch.setattr(backoff, "MOST_S", 1e6)
     verifier = kind(lab.verifier().start())
     generator = always_moved(lab, verifier, commit_deadline_s=0.02)
     for request in best_effort(3):
@@ -173,13 +214,13 @@ def test_how_long_nobody_is_moved(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> 
         return now[0] - begun
 
     assert shy_s() == 0.0
-    for expected in (10, 20, 40, 80, 160, 160):
+    for expected in (1, 2, 4, 8, 16, 32, 64, 128, 160, 160):
         found.came_back()
         found.came_back()
         assert shy_s() == expected
     found.came_on()
     found.came_back()
-    assert shy_s() == 10
+    assert shy_s() == 1
 
 
 class Holds(Wrapped):

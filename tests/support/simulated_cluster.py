@@ -14,11 +14,19 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from llm42.engine.vllm.connection import Stats
+from llm42.session.backoff import Backoff
 from llm42.session.load import LEAST_LEFT, Load, Progress, Rounds, Way
-from llm42.session.policy import HOLD, choose, choose_best_effort, has_room_for_all, settled_window
+from llm42.session.policy import (
+    HOLD,
+    choose,
+    choose_best_effort,
+    has_room_for_all,
+    patience_of_best_effort_s,
+    settled_window,
+)
 from llm42.session.rounds import rounds
 from llm42.session.standing import Done, Lengths, Standing
-from llm42.session.ways import MANY_MORE, PLAN_S, Acceptance
+from llm42.session.ways import AFTER, MANY_MORE, PLAN_S, Acceptance
 from llm42.step_times import Costs, Fading, Peak, StepTimes, VerifierLoad
 
 LARGEST, CHUNK = 1024, 2048
@@ -36,6 +44,7 @@ WINDOWS = Costs(
 windows."""
 LEAST, WINDOW, AHEAD, START, DEADLINE_S = 7, 63, 128, 15, 0.5
 Choice = Callable[[Progress, Load], Way]
+Patience = Callable[[Progress, Load, float], float]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +74,8 @@ class Job:
     decided_at: int = 0
     changes: int = 0
     target: int = START
+    went_at: float = 0.0
+    """When it took its way."""
     tries: int = 0
     """What was under way before the last of them is nobody's."""
 
@@ -85,6 +96,7 @@ class Cluster:
     seed: int = 0
     decide: Choice = choose
     decide_best_effort: Choice = choose_best_effort
+    patience: Patience = patience_of_best_effort_s
     places: int = LARGEST
     kv_tokens: int = 10**9
     knows_peak: bool = True
@@ -117,7 +129,9 @@ class Cluster:
             engine.row_s = self._row_s
             verifier.neighbour = self.window_times.neighbour = lambda: engine.worked.seconds
         self.waited, self.mine, self.acceptance = Fading(clock), Peak(clock), Acceptance()
-        self.done, self.standing = Done(), Standing()
+        self.done, self.standing, self.backoff = Done(), Standing(), Backoff()
+        self.came_back = 0
+        """Best effort that had waited for a verifier in vain."""
         self.lengths = {True: Lengths(), False: Lengths()}
         self.said: deque[tuple[float, int]] = deque([(0.0, 0)])
         self.queue: deque[Job] = deque()
@@ -165,8 +179,9 @@ class Cluster:
         )
         load = replace(load, rounds=rounds(typical, load))
         self.rounds = load.rounds
-        room = has_room_for_all(typical, load)
-        plan = self.standing.next(self.now, len(self.jobs), self.done, load.rounds, room)
+        room = has_room_for_all(typical, load) and not self.backoff.lasts(self.now)
+        kept = self.backoff.holds(self.now)
+        plan = self.standing.next(self.now, len(self.jobs), self.done, load.rounds, room, kept)
         self.moves, self.plan = plan == "moved", "direct" if plan == "moved" else plan
 
     def _progress(self, job: Job, way: Way | None) -> Progress:
@@ -189,14 +204,32 @@ class Cluster:
         if self.mode != "auto":
             pinned: Way = "direct" if self.mode == "direct" and job.deterministic else "verify"
             return pinned
+        if not job.deterministic and way != "direct" and self.backoff.holds(self.now):
+            return "verify"
         decide = self.decide if job.deterministic else self.decide_best_effort
         return decide(self._progress(job, way), self.load())
+
+    def _give_up(self) -> None:
+        """Best effort that has waited for too long goes back, and stays."""
+        moved = [j for j in self.jobs if not j.deterministic and j.way == "direct" and j.to_compute]
+        load = self.load() if moved else None
+        for job in moved:
+            assert load is not None
+            length = max(job.prompt + job.output, round(self.lengths[True].prompt))
+            progress = replace(self._progress(job, "direct"), length=length)
+            if self.now - job.went_at > self.patience(progress, load, DEADLINE_S):
+                self.backoff.failed(self.now)
+                self.came_back += 1
+                job.changes += 1
+                self._go(job, "verify")
+                job.decided_at = job.output + AFTER * HOLD
 
     def _go(self, job: Job, way: Way) -> None:
         length = job.prompt + job.output
         job.proposed, job.waits, job.window, job.decided_at = 0, False, 0, job.output
         self.queue = deque(j for j in self.queue if j is not job)
         job.tries += 1
+        job.went_at = self.now
         if way == "verify":
             job.to_prefill = length - job.held
             job.to_compute = length if job.way is None else 0
@@ -274,7 +307,8 @@ class Cluster:
     def _verifier_step(self) -> tuple[float, Callable[[], None]] | None:
         decodes = [(j, j.tries) for j in self.jobs if j.way == "direct" and not j.to_compute]
         rows, answered = 0, list[tuple[Job, int]]()
-        for job in [j for j in self.jobs if j.way == "direct" and j.to_compute]:
+        coming = [j for j in self.jobs if j.way == "direct" and j.to_compute]
+        for job in sorted(coming, key=lambda j: not j.deterministic):
             part = min(job.to_compute, LARGEST - len(decodes) - rows)
             job.to_compute -= part
             rows += part
@@ -307,6 +341,8 @@ class Cluster:
             self.decode_times.worked.end()
             for job, tries in decodes:
                 if job.tries == tries:
+                    if not job.deterministic:
+                        self.backoff.worked()
                     self._commit(job, 1)
                     if job.output < job.most:
                         self._may_change(job)
@@ -369,4 +405,5 @@ class Cluster:
                 if left - least <= 1e-12:
                     work[at] = None
                     end()
+            self._give_up()
         return (self.tokens - before) / (self.now - began)

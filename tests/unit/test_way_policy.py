@@ -19,6 +19,7 @@ from llm42.session.policy import (
     choose_best_effort,
     has_room_for_all,
     kv_needed,
+    patience_of_best_effort_s,
     patience_s,
     rates,
     round_s,
@@ -355,6 +356,13 @@ def test_patience() -> None:
     slow = replace(load, verifier=verifier(decode_steps=Costs(((8.0, 1.0),))))
     assert patience_s(under_way("direct"), slow, 0.5, True) > 30
     assert patience_s(under_way("direct"), Load(), 0.5, True) > begun
+
+
+def test_patience_of_best_effort() -> None:
+    """Bounded, however long the prompts of all would take."""
+    few, all_of_them = replace(LOAD, deterministic=2), replace(LOAD, deterministic=128, movable=128)
+    found = [patience_of_best_effort_s(under_way("direct"), load, 0.5) for load in (Load(), few, all_of_them)]
+    assert found[0] == 2.0 < found[1] < 3.0 < found[2] <= 8.0
 
 
 @pytest.mark.parametrize(("run", "window"), [(0.0, 7), (100.0, 15), (300.0, 31), (1e9, 63)])

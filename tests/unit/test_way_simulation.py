@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from llm42 import step_times
-from llm42.session import standing
+from llm42.session import backoff, standing
 from llm42.session.load import Load, Progress, Way
-from llm42.session.policy import HOLD, choose
+from llm42.session.policy import HOLD, WAIT_DEADLINES, choose
 from llm42.step_times import Costs
 from tests.support.simulated_cluster import Cluster, Job
 
@@ -201,3 +201,28 @@ def test_control_with_the_plan_of_the_load_before(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step_times, "MOSTLY", 1.0)
     found = after_each_other()
     assert min(found.values()) < 0.8, found
+
+
+# ---- many prompts at once
+
+
+def in_the_verifier_after_a_burst(**more: Any) -> float:
+    """Of 256 requests that come at once, half of them deterministic, to a replica that knows its costs, and
+    of those that follow them: the part that the verifier decodes ten seconds later."""
+    cluster = Cluster(movable=True, kv_tokens=280_064, **more)
+    cluster.run(3.0, jobs(1.0), 256)
+    cluster.rest(REST_S)
+    cluster.run(cluster.now + 10.0, jobs(0.5), 256)
+    assert cluster.standing.plan == "moved", "the case is one"
+    return sum(job.way == "direct" for job in cluster.jobs) / 256
+
+
+def test_best_effort_moves_in_a_burst() -> None:
+    """It waits there for others' prompts as it would anywhere."""
+    assert in_the_verifier_after_a_burst() > 0.95
+
+
+def test_control_it_would_come_back_and_stay_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backoff, "FIRST_S", 10.0)
+    found = in_the_verifier_after_a_burst(patience=lambda _, __, deadline_s: WAIT_DEADLINES * deadline_s)
+    assert found < 0.6

@@ -25,6 +25,7 @@ class Replica:
     noise: float = 0.0
     count: int = COUNT
     room: bool = True
+    kept: bool = False
     now: float = 0.0
     standing: Standing = field(default_factory=Standing)
     done: Done = field(default_factory=Done)
@@ -41,7 +42,7 @@ class Replica:
         """Goes on for so long."""
         until = self.now + seconds
         while self.now < until:
-            plan = self.standing.next(self.now, self.count, self.done, self.model, self.room)
+            plan = self.standing.next(self.now, self.count, self.done, self.model, self.room, self.kept)
             assert plan is not None
             slower = 1.0 + self.random.uniform(-self.noise, self.noise)
             self.work += STEP_S * self.count / (self.truth[plan] * slower)
@@ -250,3 +251,22 @@ def test_control_it_would_turn_the_plan(monkeypatch: pytest.MonkeyPatch) -> None
     for name, value in (("RESTED_S", 1e9), ("SETTLE_S", 0.1), ("MEASURE_S", 1.0)):
         monkeypatch.setattr(standing, name, value)
     assert "verify" in in_bursts().stood
+
+
+def after_it_was_kept() -> Plan:
+    """Best effort stayed where it was while the plan was that it moves, and all was slow for so long."""
+    replica = Replica(truth(0.010, 0.011, 0.014), Rounds(0.010, 0.011, 0.007), kept=True)
+    assert replica.run(25.0) == "moved"
+    replica.truth, replica.kept = truth(0.010, 0.011, 0.007), False
+    return replica.run(3.0)
+
+
+def test_what_comes_while_best_effort_is_kept_says_nothing_of_its_moving() -> None:
+    assert after_it_was_kept() == "moved"
+
+
+def test_control_it_would_speak_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_ever = Standing.next
+    monkeypatch.setattr(Standing, "next", lambda self, *args: as_ever(self, *args[:5]))
+    with pytest.raises(AssertionError):
+        after_it_was_kept()
