@@ -114,6 +114,8 @@ class Engines(Systems):
     def _boot(self, kind: str) -> None:
         options = self.options(kind)
         environment = environment_of("ours" if kind == "ours" else "vllm", options)
+        # its engine is a child, and a fork of a process that has imported Ray stood still before the weights
+        environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
         if kind == "invariant":
             environment |= {"VLLM_BATCH_INVARIANT": "1"}
         if kind == "canonical" and not options.cpu:

@@ -13,6 +13,7 @@ import hashlib
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
@@ -168,16 +169,39 @@ class Replica:
         return found | {"quiet": not left, "left": left}
 
     async def _plans(self, generator: Generator, told: list[list[Any]]) -> None:
-        """Every half second: when, the plan, requests in progress, and the tokens per second that the model
-        expects of each plan, as it is corrected by what was measured."""
+        """Every half second: when, the plan, requests in progress, the tokens per second that the model
+        expects of each plan, by what it is corrected, and what best effort finds of its verifier."""
         began, ways = time.monotonic(), generator.ways
+        back = Counter[str]()
+        came_back, pool = ways.came_back, self.pool
+        assert pool is not None
+
+        def counted_back() -> None:
+            back["came_back"] += 1
+            came_back()
+
+        ways.came_back = counted_back  # type: ignore[method-assign]
         while not ways.pinned:
             await asyncio.sleep(PLANS_S)
             standing, rounds = ways._standing, ways._rounds
             count, at = ways.best_effort + len(ways.deterministic), time.monotonic() - began
             off = {plan: round(x, 3) for plan, x in standing._off.items()}
             expected = [round(count / x) for x in rounds] if rounds is not None else None
-            told.append([round(at, 1), standing.plan, count, expected, off])
+            found = pool.load(None)
+            promises = ways.promises
+            of_verifier = {} if found is None else {"direct": found.direct, "kv_free": found.kv_free,
+                "places": found.places, "waited_s": round(found.waited_s, 3),
+                "prompt_row_us": round(found.prompt_row_s * 1e6, 1),
+                "decode_ms": [[round(n), round(1e3 * s, 1)] for n, s in found.decode_steps.times],
+            }  # fmt: skip
+            fast = self.engine.times.costs
+            seen = of_verifier | {
+                "engine": self.engine.load().running, "deterministic": len(ways.deterministic),
+                "promised": promises.total, "coming": promises.coming, "came_back": back["came_back"],
+                "kept": ways._backoff.holds(time.monotonic()), "fast_row_us": round(fast.row_s * 1e6, 1),
+                "fast_ms": [[round(n), round(1e3 * s, 1)] for n, s in fast.times],
+            }  # fmt: skip
+            told.append([round(at, 1), standing.plan, count, expected, off, seen])
 
     async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
         self.count += 1

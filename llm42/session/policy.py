@@ -77,7 +77,7 @@ def choose_best_effort(request: Progress, load: Load) -> Way:
     prompt_s = request.length * load.verifier.prompt_row_s
     if request.way is None and prompt_s > WAIT_DEADLINES * request.deadline_s / 4:
         return "verify"
-    gains_s = min(load.rounds.verify, load.rounds.direct) - load.rounds.moved
+    gains_s = load.rounds.direct - load.rounds.moved  # those beside it go: it must not keep two sides busy
     if request.way is None:  # its prompt is to be computed in either way
         lost_s = prompt_s - request.length * load.prompt_row_s
     else:

@@ -18,11 +18,14 @@ RESTED_S, YOUNG_S, FORGOTTEN_S = 1.0, 1.0, 10.0
 what comes, as it grows; and what comes after so long is another load."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
-MARGIN, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.1, 0.15, 0.25
-"""Another plan must seem to save so much of a round; so much where a load begins, of which nothing was
-measured, at first beside verify, which measures both sides; and so much to be taken later without that."""
-CLEAR_S = 2.5
-"""So long it must have seemed so. What steps take is found anew every second, and one time may be far off."""
+MARGIN, UNTRIED, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.18, 0.1, 0.15, 0.25
+"""Another plan must seem to save so much of a round; so much on one device if it was not measured, for the
+model is mostly too good for all of them alike, and a change costs seconds in which two sides with half of the
+requests each share the device; so much where a load begins, of which nothing was measured, at first beside
+verify, which measures both sides; and so much to be taken later without that."""
+CLEAR_S = 4.0
+"""So long it must have seemed so. What steps take is found anew every second, and one time may be far off; a
+burst's prompts take seconds."""
 NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
 those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
@@ -108,7 +111,9 @@ class Mark:
 class Standing:
     """The plan of a replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_device: bool = False) -> None:
+        """one_device: the fast path and the verifiers share one."""
+        self._untried = UNTRIED if one_device else MARGIN
         self.plan: Plan | None = None
         self.changes = 0
         self._now = Mark()
@@ -249,7 +254,7 @@ class Standing:
             if now - self._since.at >= SETTLE_S and now - self._clear_since >= CLEAR_S:
                 self._blind = False
                 self._take(other)
-        elif saved > MARGIN and self._now.at >= self._until:
+        elif saved > (MARGIN if other in self._off else self._untried) and self._now.at >= self._until:
             before = self.plan, self._measured
             self._take(other)
             self._before = before

@@ -91,7 +91,7 @@ class Ways:
         """Ids of those in progress that a verifier decides on."""
         self.acceptance, self.promises = Acceptance(), Promises()
         self._ids: set[str] = set()
-        self.done, self._standing = Done(), Standing()
+        self.done, self._standing = Done(), Standing(self._one_device)
         self._moves, self._plan = False, cast("Way | None", None)
         """Whether best effort goes to verifiers, and the way that is cheaper for all others."""
         self._rounds: Rounds | None = None

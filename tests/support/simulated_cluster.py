@@ -129,7 +129,8 @@ class Cluster:
             engine.row_s = self._row_s
             verifier.neighbour = self.window_times.neighbour = lambda: engine.worked.seconds
         self.waited, self.mine, self.acceptance = Fading(clock), Peak(clock), Acceptance()
-        self.done, self.standing, self.backoff = Done(), Standing(), Backoff()
+        self.done, self.standing = Done(), Standing(self.devices == 1)
+        self.backoff = Backoff()
         self.came_back = 0
         """Best effort that had waited for a verifier in vain."""
         self.lengths = {True: Lengths(), False: Lengths()}

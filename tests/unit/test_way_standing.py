@@ -270,3 +270,21 @@ def test_control_it_would_speak_against_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Standing, "next", lambda self, *args: as_ever(self, *args[:5]))
     with pytest.raises(AssertionError):
         after_it_was_kept()
+
+
+def on_one_device(seems: float) -> Replica:
+    """The model is too good for every plan. It says that direct takes so much of a round of verify's."""
+    replica = Replica(truth(0.014, 0.014), Rounds(0.010, 0.014 * seems, 0.02), standing=Standing(True))
+    replica.run(60.0)
+    return replica
+
+
+def test_what_was_not_measured_must_seem_to_save_more() -> None:
+    """For it is not as good as the model says either; but where it says much more it is tried."""
+    assert "direct" not in on_one_device(0.85).stood
+    assert "direct" in on_one_device(0.75).stood
+
+
+def test_control_it_would_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing, "UNTRIED", standing.MARGIN)
+    assert "direct" in on_one_device(0.85).stood
