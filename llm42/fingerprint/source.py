@@ -41,6 +41,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/host/direct.py": _STARTS,
     "llm42/local/affinity*.py": _COMPARES,
     "llm42/local/demo*.py": _COMPARES,
+    "llm42/session/backoff.py": _CHOOSES,
     "llm42/session/policy.py": _CHOOSES,
     "llm42/session/promises.py": _CHOOSES,
     "llm42/session/standing.py": _CHOOSES,
