@@ -12,69 +12,78 @@ from llm42.host.cores import usable_cores
 
 
 class VllmSettings(Section):
-    """vLLM (`kind: vllm`). Of the other fields of `engine` it uses `gpus` and `resources`."""
+    """vLLM as the fast path (`kind: vllm`). Of the other fields of `engine` it uses only `gpus` and
+    `resources`."""
 
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """null: the model's dtype. Candidates agree best when it is the same."""
+    """vLLM's activation dtype. null: model.dtype. Another dtype than the model's causes more rollbacks."""
     gpu_memory_utilization: PositiveShare = 0.6
-    """Share of the GPU's memory for vLLM. A verifier on the same GPU needs the rest."""
+    """Share of the GPU's memory that vLLM takes (0 to 1). A verifier on the same GPU needs the rest: lower it
+    when the verifier runs out of memory, raise it where vLLM has the GPU to itself."""
     max_num_seqs: PositiveInt = 256
-    """Requests decoded together."""
+    """Most requests of a replica that vLLM decodes together; others wait. Lower it when the KV cache is
+    full."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens in one step; null: what `vllm serve` has on this device."""
+    """Most tokens in one step of vLLM. null: the default of `vllm serve` on this device."""
     tensor_parallel_size: PositiveInt = 1
-    """GPUs of a fast-path replica."""
+    """GPUs that one fast-path replica is spread over. Raise it for a model that does not fit on one GPU."""
     enforce_eager: bool = False
-    """Without compilation and CUDA graphs: starts faster, runs slower."""
+    """true: vLLM runs without compilation and CUDA graphs, so it starts faster and decodes more slowly."""
     custom_ops: tuple[str, ...] = ()
-    """Operators that vLLM does not compile, such as "+rms_norm" (its compilation custom_ops)."""
+    """Operators that vLLM does not compile, such as "+rms_norm" (custom_ops of its compilation settings)."""
     sampled_agreement: bool = False
-    """Deterministic requests that do not decode greedily propose the canonical sampler's tokens, through a
-    logits processor of ours. It slows such requests down and may change vLLM's model runner for all."""
+    """true: for deterministic requests that do not decode greedily, a logits processor in vLLM draws as the
+    canonical sampler does, so fewer tokens are rolled back. It slows such requests down and may change vLLM's
+    model runner for all requests."""
     structured_outputs: bool = False
-    """Best-effort requests may ask for JSON (response_format). On GPUs only; vLLM then loads the tokenizer
-    too."""
+    """true: best-effort requests may ask for JSON (response_format). On GPUs only; vLLM then loads the
+    tokenizer too."""
     stall_s: PositiveFloat = 300.0
-    """Seconds after which a vLLM that has requests and says nothing is taken for dead: its replica is
-    replaced."""
+    """Seconds without output after which a vLLM that has requests is taken for dead and its replica is
+    replaced. Raise it if a single step may take longer."""
     export_dir: str = ".cache/exports"
-    """vLLM reads no GGUF files: where one is kept in the form that it reads."""
+    """Directory for exported models: vLLM reads no GGUF files, so a GGUF model is converted once and kept
+    here."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of vLLM's AsyncEngineArgs; they override the above, and what the service depends on
-    is refused."""
+    """Further arguments for vLLM's AsyncEngineArgs, name -> value. They override the settings above. Those
+    that the service depends on are refused."""
 
 
 class CanonicalSettings(Section):
-    """The canonical layout (`kind: canonical`). Of the other fields of `engine` it uses `resources`."""
+    """The canonical layout (`kind: canonical`). Of the other fields of `engine` it uses only `resources`."""
 
     max_num_seqs: PositiveInt = 256
-    """Requests of a replica that verifiers decode together."""
+    """Most requests of one replica that verifiers decode together; others wait."""
 
 
 class EngineSettings(Section):
-    """The fast path: what decodes, and proposes candidates to the verifier."""
+    """The fast path: it decodes, and proposes candidates to the verifier."""
 
     kind: Literal["torch", "vllm", "canonical"] = "torch"
-    """torch: built in, needs nothing else. vllm: vLLM, for GPUs in production (pip install -e '.[vllm]').
-    canonical: no fast path; the verifiers decode every request, best effort too, and have the GPUs."""
+    """Which engine decodes. torch: the built-in one, for CPUs and trials. vllm: vLLM, for GPUs in production
+    (pip install -e '.[vllm]'). canonical: no fast path; verifiers decode every request, best effort too, and
+    have the GPUs."""
     vllm: VllmSettings = VllmSettings()
     canonical: CanonicalSettings = CanonicalSettings()
     kv_tokens: PositiveInt = 16384
-    """KV cache of a fast-path replica, in tokens."""
+    """KV cache of a fast-path replica, in tokens (kind torch). Raise it for longer or more requests at a
+    time; it costs memory."""
     block_size: PositiveInt = 16
-    """Tokens of a KV block."""
+    """Tokens in a KV block (kind torch)."""
     max_batch: PositiveInt = 32
-    """Requests decoded together."""
+    """Most requests of a replica that are decoded together (kind torch); others wait."""
     prefill_chunk: PositiveInt = 256
-    """Most prompt tokens in one step."""
+    """Most prompt tokens in one step (kind torch). Lower it if long prompts delay the tokens of other
+    requests."""
     threads: NonNegativeInt = 0
-    """CPU threads of a replica's engine; 0: half of the cores, at least one."""
+    """CPU threads of a replica's engine. 0: half of the cores, at least one. Set it in containers, which see
+    all cores of their machine."""
     gpus: PositiveFloat = 0.9
-    """GPUs that Ray reserves for a replica, when model.device is cuda (with tensor_parallel_size, of each
-    GPU). A verifier fits beside it."""
+    """GPUs that Ray reserves for a replica where model.device is cuda (with tensor_parallel_size: of each of
+    its GPUs). The default leaves a place for a verifier on the same GPU."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Other Ray resources that a replica needs, such as {fast: 0.01}: they decide which nodes it may be
-    on."""
+    """Other Ray resources that a replica needs, name -> amount, such as {fast: 0.01}. They decide on which
+    nodes replicas may be placed."""
     corrupt_share: Annotated[Share, TEST_PLANT] = 0.0
     """Test plant: this share of the candidates is made wrong. Deterministic output does not change by it."""
 

@@ -10,7 +10,7 @@ from llm42.config.section import Section, or_null
 
 
 class SessionSettings(Section):
-    """The decode-verify-rollback session of a deterministic request."""
+    """How a deterministic request is decoded, verified and rolled back."""
 
     mode: Literal["auto", "verify", "direct"] = Field("verify", json_schema_extra=or_null)
     """verify: the fast path decodes and the verifier checks it in windows. direct: the verifier decodes by
@@ -20,29 +20,30 @@ class SessionSettings(Section):
     seconds each. The output of a deterministic request is the same. null: verify, but direct with
     engine.kind canonical."""
     credit: PositiveInt = 64
-    """How many tokens the verifier may decode by itself before the replica must have said that somebody still
-    reads them; said anew when half of them are used. With fewer than about 2 (commit_interval_s + 0.02) /
-    (seconds of a step) a stream waits for its credit."""
+    """Tokens that a verifier may decode by itself before the replica confirms that the client still reads; it
+    confirms when half of them are used. With fewer than about 2 (commit_interval_s + 0.02) / (seconds of a
+    step) streams stall."""
     commit_interval_s: PositiveFloat = 0.05
-    """The longest that a token which the verifier decoded by itself waits there for others (seconds). A
-    request's first one and its last never wait, nor does what answers candidates."""
+    """Longest time, in seconds, that a verifier holds back a token that it decoded by itself, to send several
+    together. A request's first and last token and the answer to candidates are sent at once."""
     min_window: PositiveInt = 7
     """Shortest target length of a window, in candidates."""
     max_window: PositiveInt = 63
-    """Longest window."""
+    """Longest window, in candidates."""
     start_window: PositiveInt = 15
-    """Target length before acceptance is known."""
+    """Target length of a request's first windows, in candidates, until it is known how many are accepted."""
     lookahead: PositiveInt = 128
-    """How far the fast path may decode beyond the last commit, in candidates."""
+    """How many candidates the fast path may decode beyond the last committed token. More hides the time of
+    verification better and loses more at a rollback."""
     commit_deadline_s: PositiveFloat = 0.5
-    """A window is sent at the latest this long after the last commit (seconds), so that streams stay
-    smooth."""
+    """A window is sent at most this many seconds after the last commit, even if it is short. Lower it for
+    smoother streams, raise it for longer windows."""
     verify_timeout_s: PositiveFloat = 60.0
-    """What a verifier does not answer is asked again after this long (seconds), in which it has not completed
-    a step for any other request either: who waits while it works on others waits for its turn."""
+    """Seconds after which an unanswered window is sent again. They count only if the verifier has completed
+    no step for other requests either: otherwise the window is still in its queue."""
     verify_attempts: PositiveInt = 4
-    """Calls for one window that are left unanswered before the request ends with an error. A verifier that
-    is dead or full refuses at once; it is asked again for as long as those calls might take."""
+    """How many times a window may stay unanswered before the request ends with an error. A verifier that is
+    dead or full refuses at once; then the window is sent again for as long as those attempts might take."""
 
     @model_validator(mode="after")
     def _order(self) -> SessionSettings:

@@ -20,60 +20,63 @@ null is the field's default."""
 
 
 class VerifierSettings(Section):
-    """The canonical verifier: its tokens are the deterministic output."""
+    """The canonical verifier: deterministic output consists of its tokens."""
 
     kv_tokens: PositiveInt | None = 16384
-    """KV cache of a verifier, in tokens. null: by model.device, 16384 on a CPU, 131072 on a GPU, where
-    engine.kind canonical takes what is left under gpu_memory_utilization instead."""
+    """KV cache of a verifier, in tokens. null: 16384 on a CPU, 131072 on a GPU, and with engine.kind
+    canonical on a GPU what is left under gpu_memory_utilization. Raise it if requests wait for KV."""
     gpu_memory_utilization: PositiveShare = 0.9
-    """Share of the GPU's memory that may be in use, by whomever, once a verifier has started: where kv_tokens
-    is to be what is left."""
+    """Share of the GPU's memory (0 to 1) that all processes together may use once a verifier has started. It
+    counts only where kv_tokens takes what is left."""
     block_size: PositiveInt = Field(16, json_schema_extra=or_null)
-    """Tokens of a KV block. null: by model.device, 16 on a CPU, 64 on a GPU."""
+    """Tokens in a KV block. null: 16 on a CPU, 64 on a GPU."""
     buckets: tuple[int, ...] = Field((8, 16, 24, 32, 48, 64, 96, 128), json_schema_extra=or_null)
-    """Step sizes, in rows. Certification keeps those that give the same bits on this machine. null: by
-    model.device, [8, 16, 24, 32, 48, 64, 96, 128] on a CPU; on a GPU [1, 2, 4, 8, 16, 24, 32, 48, 64], from
-    there by 32 to 256, by 64 to 512, and 1024."""
+    """Step sizes, in rows; a step is padded to the next one. Certification keeps those that give the same
+    bits on this machine. null: on a CPU [8, 16, 24, 32, 48, 64, 96, 128]; on a GPU [1, 2, 4, 8, 16, 24, 32,
+    48, 64], from there every 32 to 256, every 64 to 512, and 1024."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """CPU threads. Part of the fingerprint: another number may give other bits."""
+    """CPU threads of a verifier. Part of the fingerprint: another number may give other bits."""
     affinity: Literal["none", "vllm"] = "none"
-    """Whose bits the canonical ones shall be, so that little is rolled back. vllm: those of vLLM's
-    compiled decode on a Hopper GPU, which then runs without cuBLAS workspace as verifiers do. Where a few
-    requests are decoded vLLM splits their contexts, and some of their tokens are rolled back. none: the
-    fastest kernels."""
+    """Which engine's arithmetic the verifier reproduces, to keep rollbacks rare. none: the fastest kernels.
+    vllm: vLLM's compiled decode on a Hopper GPU; vLLM then runs without a cuBLAS workspace, as verifiers do.
+    With few requests vLLM splits their contexts, and some of their tokens are rolled back."""
     logits_dtype: Literal["auto", "float32", "activation"] = "auto"
-    """activation: logits are rounded to model.dtype before anything else, as vLLM does unless its
-    head_dtype is float32. auto: activation with affinity vllm, else float32."""
+    """Rounding of the logits before sampling. activation: to model.dtype, as vLLM does unless its head_dtype
+    is float32. float32: none. auto: activation with affinity vllm, otherwise float32."""
     gpus: PositiveFloat = Field(0.1, json_schema_extra=or_null)
-    """GPUs that Ray reserves for a verifier, when model.device is cuda. null: 0.1, beside a replica; all of
-    one (1) with engine.kind canonical."""
+    """GPUs that Ray reserves for a verifier where model.device is cuda. null: 0.1, which fits beside a
+    replica; with engine.kind canonical 1, a whole GPU."""
     resources: dict[str, float] = Field(default_factory=dict)
-    """Other Ray resources that a verifier needs: they decide which nodes it may be on."""
+    """Other Ray resources that a verifier needs, name -> amount. They decide on which nodes verifiers may be
+    placed."""
     target_queue_s: PositiveFloat = 0.5
-    """Seconds that windows may wait. Beyond it replicas admit less, and verifiers are added
-    (server.max_verifiers)."""
+    """Seconds that windows may wait in a verifier's queue. Above it replicas admit fewer deterministic
+    requests, and verifiers are added (server.max_verifiers)."""
     target_load: PositiveShare = 0.9
-    """Share of a verifier's places (requests that it decodes by itself, against the rows of its largest step)
-    and of its KV that may be in use. Beyond it new requests go to others; where it is so with all, replicas
-    let fewer and fewer run who need one (but one each), and verifiers are added."""
+    """Share (above 0, to 1) of a verifier's places (requests that it decodes by itself, against the rows of
+    its largest step) and of its KV that may be in use. Above it new requests go to other verifiers. If all
+    are above it, replicas admit fewer requests (at least one each), and verifiers are added."""
     target_step_s: PositiveFloat = Field(5.0, json_schema_extra=or_null)
-    """Seconds that a verifier's steps may take on average in which several requests are decoded: each gets a
-    token per step. Beyond it, as with target_load, unless less than a quarter of the places and of the KV is
-    in use. null: by model.device, 5 on a CPU, 0.25 on a GPU."""
+    """Average seconds that a verifier's step may take while it decodes several requests, each of which gets a
+    token per step. Above it the same happens as above target_load, unless less than a quarter of the places
+    and of the KV is in use. null: 5 on a CPU, 0.25 on a GPU."""
     idle_s: PositiveFloat = 120.0
-    """KV of a request that has sent no window for so many seconds is freed (its replica may have died)."""
+    """Seconds without a window after which the KV of a request is freed, because its replica may have
+    died."""
     scale_down_s: PositiveFloat = 120.0
-    """An added verifier is given up after so many seconds in which the others could have done its work too,
-    well within these targets. It goes on with the requests that it has."""
+    """Seconds that the other verifiers must have been able to do an added verifier's work, well within these
+    targets, before it is removed. It finishes the requests that it has."""
     audit_share: Share = 0.01
-    """This share of the computed rows is computed again by another verifier, from a cold cache, and compared
-    bit by bit: with this probability a window alone, or the whole of an answer that a verifier decoded by
-    itself, at its end."""
+    """Share (0 to 1) of the computed rows that another verifier computes again, from a cold cache, and
+    compares bit by bit. A window is chosen with this probability; an answer that a verifier decoded by itself
+    is checked as a whole, at its end. Raise it for more certainty; it costs its share of the verifiers'
+    time."""
     max_waiting: PositiveInt = 256
-    """Windows that may wait; beyond it the verifier says that it is overloaded. Requests that it decodes by
-    itself are none of them once they have begun, also when they wait for KV again."""
+    """Windows that may wait in a verifier's queue; above it the verifier answers that it is overloaded.
+    Requests that it decodes by itself do not count once they have begun, even while they wait for KV."""
     certificate_dir: str | None = ".cache/certificates"
-    """Where certificates are kept, so that a restart need not certify again; null: never kept."""
+    """Directory in which certificates are kept, so that a restart need not certify again. null: they are not
+    kept."""
 
     @property
     def rounds_logits(self) -> bool:

@@ -11,23 +11,24 @@ LEASE_MARGIN_S = 14.0
 
 
 class WatchSettings(Section):
-    """How long (seconds) a process may be silent before another one takes its place."""
+    """How many seconds a process may be silent before it is replaced."""
 
     verifier_s: PositiveFloat = 60.0
-    """A verifier that was ready and does not answer for so long is killed and started anew."""
+    """Seconds after which a verifier that was ready and does not answer is killed and started again."""
     verifier_start_s: PositiveFloat = 900.0
-    """The same before it is ready: it may wait for a device, or load what is large."""
+    """The same while it starts: it may wait for a device or load a large model. Raise it if your model takes
+    longer."""
     supervisor_s: PositiveFloat = 12.0
-    """The same for the supervisor, as each replica sees it."""
+    """Seconds after which a replica that gets no answer from the supervisor has it replaced."""
     supervisor_start_s: PositiveFloat = 120.0
-    """The same before the supervisor has answered that replica at all."""
+    """The same before the supervisor has answered that replica for the first time."""
     drain_check_s: NonNegativeFloat = 1.0
-    """How often the supervisor looks for nodes that Ray drains: their verifiers give their work to successors
-    elsewhere and end. 0: never; they then end with their node."""
+    """Seconds between the supervisor's looks for nodes that Ray drains: their verifiers hand their work to
+    successors on other nodes and end. 0: never; then they end with their node."""
     lease_s: PositiveFloat = Field(
         30.0,
-        description="A verifier that nobody asks how it is for so long ends itself; a supervisor after half"
-        f" of it. At least {LEASE_MARGIN_S:.0f} s more than supervisor_s.",
+        description="Seconds after which a verifier that nobody has asked for its state ends itself; a"
+        f" supervisor ends after half of them. At least {LEASE_MARGIN_S:.0f} more than supervisor_s.",
     )
 
     @model_validator(mode="after")
