@@ -189,31 +189,39 @@ class Peers:
 
 
 def merge(out: Path, name: str, files: list[Path]) -> Path:
-    """One result of several commands: figures anew, from the rounds of all; item 2's are taken over."""
+    """One result of several commands: figures anew, from the rounds of all; item 2's are taken over, and say
+    which run they are of. A file may be joined already."""
     documents = [json.loads(file.read_text()) for file in files]
+    runs = [run for document in documents for run in _runs(document)]
     figures, raw = dict[str, Figure](), dict[str, Any]()
     for level in LEVELS:
         rows: dict[str, list[dict[str, Any]]] = {}
-        for document in documents:
-            if document["raw"].get("arguments", {}).get("level") == level:
-                for row, facts in document["raw"]["rows"].items():
+        for run in runs:
+            if run.get("arguments", {}).get("level") == level:
+                for row, facts in run["rows"].items():
                     rows.setdefault(row, []).extend(facts["rounds"])
         if rows:
             figures |= figures_of(rows, level)
             raw[level] = {"left_out": left_out(list(rows), level), "table": table(rows)}
-    told = {k: f | {"met": Figure(f["value"], f["unit"], f["target"], f["better"]).met}
-            for k, f in ((key, asdict(figure)) for key, figure in figures.items())}  # fmt: skip
-    for document in documents:
-        if "rows" not in document["raw"]:
-            told |= document["figures"]
-    raw["parts"] = [d["raw"] for d in documents]
-    whole = documents[0] | {
-        "command": "; ".join(d["command"] for d in documents), "figures": told, "raw": raw,
+    told = {key: asdict(figure) | {"met": figure.met} for key, figure in figures.items()}
+    for number, run in enumerate(runs, 1):
+        told |= {key: figure | {"run": number} for key, figure in run.get("figures", {}).items()}
+    whole = documents[-1] | {
+        "command": "; ".join(run["command"] for run in runs), "figures": told, "raw": raw | {"runs": runs},
     }  # fmt: skip
     validate(whole)
     path = out / f"{name}.json"
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path
+
+
+def _runs(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """With when and how, and the figures that follow from no rows."""
+    raw = document["raw"]
+    if "runs" in raw:
+        return list(raw["runs"])
+    of_its_own = {} if "rows" in raw else {"figures": document["figures"]}
+    return [{"date": document["date"], "command": document["command"], **of_its_own, **raw}]
 
 
 def parsed() -> argparse.Namespace:

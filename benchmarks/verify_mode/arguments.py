@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks.direct.model import add_arguments, model_of
 from benchmarks.lib.report import validate
@@ -15,14 +16,23 @@ NAME = "h200-verify-mode"
 
 
 def merge(out: Path, name: str, files: list[Path]) -> Path:
-    """The first file's document with the others' figures and parts; a later one's figure stands. A file may
-    be joined already."""
+    """All runs side by side. A later one's figure stands, and says which run it is of. A file may be joined
+    already."""
     documents = [json.loads(file.read_text()) for file in files]
+    runs, figures = list[dict[str, Any]](), dict[str, dict[str, Any]]()
+    for document in documents:
+        mine = document["raw"].get("runs") or [
+            {"date": document["date"], "command": document["command"]} | document["raw"]
+        ]
+        figures |= {
+            key: told | {"run": len(runs) + told.get("run", 1)} for key, told in document["figures"].items()
+        }
+        runs += mine
     merged = documents[0] | {
         "date": documents[-1]["date"],
         "command": "; ".join(d["command"] for d in documents),
-        "figures": {key: f for d in documents for key, f in d["figures"].items()},
-        "raw": {"parts": [part for d in documents for part in d["raw"].get("parts", [d["raw"]])]},
+        "figures": figures,
+        "raw": {"runs": runs},
     }
     validate(merged)
     path = out / f"{name}.json"

@@ -13,8 +13,7 @@ import hashlib
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -33,6 +32,7 @@ from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
 from llm42.protocol import Request, RequestStats
 from llm42.session.driver import Generator
+from llm42.step_times import VerifierLoad
 from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.verifier_pool import VerifierPool
 
@@ -170,36 +170,21 @@ class Replica:
 
     async def _plans(self, generator: Generator, told: list[list[Any]]) -> None:
         """Every half second: when, the plan, requests in progress, the tokens per second that the model
-        expects of each plan, by what it is corrected, and what best effort finds of its verifier."""
-        began, ways = time.monotonic(), generator.ways
-        back = Counter[str]()
-        came_back, pool = ways.came_back, self.pool
+        expects of each plan, by what it is corrected, and what the plan is made of."""
+        began, ways, pool = time.monotonic(), generator.ways, self.pool
+        before = ways.backoff.came_back
         assert pool is not None
-
-        def counted_back() -> None:
-            back["came_back"] += 1
-            came_back()
-
-        ways.came_back = counted_back  # type: ignore[method-assign]
         while not ways.pinned:
             await asyncio.sleep(PLANS_S)
             standing, rounds = ways._standing, ways._rounds
             count, at = ways.best_effort + len(ways.deterministic), time.monotonic() - began
             off = {plan: round(x, 3) for plan, x in standing._off.items()}
             expected = [round(count / x) for x in rounds] if rounds is not None else None
-            found = pool.load(None)
-            promises = ways.promises
-            of_verifier = {} if found is None else {"direct": found.direct, "kv_free": found.kv_free,
-                "places": found.places, "waited_s": round(found.waited_s, 3),
-                "prompt_row_us": round(found.prompt_row_s * 1e6, 1),
-                "decode_ms": [[round(n), round(1e3 * s, 1)] for n, s in found.decode_steps.times],
-            }  # fmt: skip
-            fast = self.engine.times.costs
-            seen = of_verifier | {
-                "engine": self.engine.load().running, "deterministic": len(ways.deterministic),
-                "promised": promises.total, "coming": promises.coming, "came_back": back["came_back"],
-                "kept": ways._backoff.holds(time.monotonic()), "fast_row_us": round(fast.row_s * 1e6, 1),
-                "fast_ms": [[round(n), round(1e3 * s, 1)] for n, s in fast.times],
+            seen = of_verifier(pool.load(None)) | of_engine(self.engine) | {
+                "deterministic": len(ways.deterministic), "promised": ways.promises.total,
+                "coming": ways.promises.coming, "came_back": ways.backoff.came_back - before,
+                "kept": ways.backoff.holds(time.monotonic()), "tokens": ways.done.tokens,
+                "ended": ways.done.ended,
             }  # fmt: skip
             told.append([round(at, 1), standing.plan, count, expected, off, seen])
 
@@ -260,6 +245,29 @@ class Replica:
             self.loop.call_soon_threadsafe(self.pool.close)
             ray.shutdown()
         self.engine.close()
+
+
+def of_verifier(found: VerifierLoad | None) -> dict[str, Any]:
+    """What the replica knows of its verifier."""
+    return {} if found is None else {
+        "direct": found.direct, "kv_free": found.kv_free, "places": found.places,
+        "waited_s": round(found.waited_s, 3), "prompt_row_us": round(found.prompt_row_s * 1e6, 1),
+        "decode_ms": in_ms(found.decode_steps.times),
+    }  # fmt: skip
+
+
+def of_engine(engine: Engine) -> dict[str, Any]:
+    """The same of its own steps."""
+    fast = engine.times.costs
+    return {
+        "engine": engine.load().running, "fast_row_us": round(fast.row_s * 1e6, 1),
+        "fast_ms": in_ms(fast.times),
+    }  # fmt: skip
+
+
+def in_ms(times: Iterable[tuple[float, float]]) -> list[list[float]]:
+    """Requests, and the milliseconds of a step with so many."""
+    return [[round(count), round(1e3 * seconds, 1)] for count, seconds in times]
 
 
 class OurSide(Side):

@@ -16,6 +16,8 @@ LASTS_S = 8.0
 class Backoff:
     """One per replica."""
 
+    came_back: int = 0
+    """Best-effort requests that had to leave their verifier, so far."""
     _until: float = 0.0
     _seconds: float = 0.0
 
@@ -29,7 +31,9 @@ class Backoff:
 
     def failed(self, now: float) -> None:
         """A best-effort request had to leave its verifier, for which it had waited or which is gone: the next
-        ones would find the same. Those that have gone together come back together, and count once."""
+        ones would find the same. Those that have gone together come back together, and make the wait longer
+        once."""
+        self.came_back += 1
         if not self.holds(now):
             self._seconds = min(2 * self._seconds, MOST_S) or FIRST_S
             self._until = now + self._seconds

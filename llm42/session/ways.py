@@ -99,7 +99,8 @@ class Ways:
         self._planned_at, self._planned_for = 0.0, 0
         self.lengths, self._of_best_effort = Lengths(), Lengths()
         """Of deterministic requests and of the others."""
-        self._backoff = Backoff()
+        self.backoff = Backoff()
+        """Whether best effort goes to verifiers after some has come back."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -155,7 +156,7 @@ class Ways:
         self, request: Request, output: int, way: Way | None, held: int, verifier: VerifierClient
     ) -> Way:
         """For a best-effort request, with so many tokens of output."""
-        if way != "direct" and self._backoff.holds(time.monotonic()):
+        if way != "direct" and self.backoff.holds(time.monotonic()):
             return "verify"
         length = len(request.prompt) + output
         progress = replace(
@@ -165,11 +166,11 @@ class Ways:
 
     def came_back(self) -> None:
         """A best-effort request had to leave its verifier."""
-        self._backoff.failed(time.monotonic())
+        self.backoff.failed(time.monotonic())
 
     def came_on(self) -> None:
         """A verifier has begun to decode a best-effort request."""
-        self._backoff.worked()
+        self.backoff.worked()
 
     def _asked(self, decide: Decide, request: Request, progress: Progress, verifier: VerifierClient) -> Way:
         name, way = request.request_id, progress.way or "verify"
@@ -248,7 +249,7 @@ class Ways:
 
     def _planned(self, load: Load) -> Load:
         """Makes a plan."""
-        now, typical, backoff = time.monotonic(), self._typical(), self._backoff
+        now, typical, backoff = time.monotonic(), self._typical(), self.backoff
         self._planned_at, self._planned_for = now, load.count
         load = replace(load, rounds=rounds(typical, load))
         self._rounds = load.rounds

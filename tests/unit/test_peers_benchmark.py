@@ -280,3 +280,6 @@ def test_a_merged_result_takes_each_ratio_within_its_command(tmp_path: Path) -> 
     assert found["distinct_outputs_10000"] == 1
     assert "10_chat" in whole["raw"]["engine"]["left_out"]
     assert "100_256_256" in whole["raw"]["http"]["left_out"]
+    assert whole["figures"]["distinct_outputs_10000"]["run"] == 4 and len(whole["raw"]["runs"]) == 4
+    joined = [merge(tmp_path, "two", parts[:2]), merge(tmp_path, "rest", [parts[2], equal_part])]
+    assert json.loads(merge(tmp_path, "again", joined).read_text()) == whole

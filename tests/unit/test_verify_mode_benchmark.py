@@ -207,7 +207,7 @@ def test_what_ends_a_salt_is_the_verifiers_alone_and_what_was_cached_is_counted(
 
 
 def test_results_are_joined_also_to_one_that_was_joined_before(tmp_path: Path) -> None:
-    """All parts side by side, the last figure stands, and the date is the last one's."""
+    """All runs side by side; the last figure stands and says of which run it is."""
     files = []
     for day in (1, 2, 3):
         figures = {
@@ -217,7 +217,9 @@ def test_results_are_joined_also_to_one_that_was_joined_before(tmp_path: Path) -
         files.append(report(f"run-{day}", figures, {"day": day}, tmp_path))
     merge(tmp_path, "two", files[:2])
     whole = json.loads(merge(tmp_path, "whole", [tmp_path / "two.json", files[2]]).read_text())
-    assert whole["raw"]["parts"] == [{"day": 1}, {"day": 2}, {"day": 3}]
-    assert whole["figures"]["kept_2"]["value"] == 0.3
-    assert {"only_1", "only_2", "only_3"} < set(whole["figures"])
-    assert whole["date"] == json.loads(files[2].read_text())["date"]
+    dates = [json.loads(file.read_text())["date"] for file in files]
+    assert [(run["day"], run["date"]) for run in whole["raw"]["runs"]] == [*enumerate(dates, 1)]
+    assert {key: (told["value"], told["run"]) for key, told in whole["figures"].items()} == {
+        "kept_2": (0.3, 3), "only_1": (1, 1), "only_2": (2, 2), "only_3": (3, 3),
+    }  # fmt: skip
+    assert whole["date"] == dates[2]
