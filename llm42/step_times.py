@@ -37,6 +37,9 @@ RESTED_S, SETTLES_S = 1.5, 0.5
 prompts come together then, and who shares the device has not been heard."""
 MOSTLY = 0.6
 """Where other rows took more than this share of a size's steps, another size tells more of it."""
+APART = 0.2
+"""Steps tell what a row costs if they differ by more than this share of the most rows: in a burst each has as
+many as fit, fewer the more it decodes."""
 CLEAN = 3
 """With so many steps of a size that computed nothing else, the others tell nothing of it."""
 
@@ -58,8 +61,10 @@ class Costs:
 
     def at(self, rows: float) -> float:
         """Seconds of a step that decodes so many rows. Between two sizes on a line, and further on the next
-        one; where only one size is known, a row more costs what one of a prompt does. Beyond the sizes that
-        is rather too little: what seems cheap is tried, and then known. `times` is not empty."""
+        one, but never as if a row cost more than its share of a step: two sizes that were measured are often
+        near each other, and differ by chance. Where only one size is known, a row more costs what one of a
+        prompt does. Beyond the sizes that is rather too little: what seems cheap is tried, and then known.
+        `times` is not empty."""
         below, above = self.times[0], self.times[1 % len(self.times)]
         for further in self.times[2:]:
             if rows <= above[0]:
@@ -71,6 +76,8 @@ class Costs:
             slope = (above[1] - below[1]) / (above[0] - below[0])
             slope = max(slope, self.row_s) if rows > above[0] else slope
         nearest = above if rows > above[0] else below
+        if not below[0] <= rows <= above[0]:
+            slope = min(slope, nearest[1] / nearest[0])
         return max(nearest[1] / 4, nearest[1] + (rows - nearest[0]) * slope)
 
 
@@ -204,7 +211,9 @@ def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:
 def _row_s(sizes: Sequence[Sequence[_Step]]) -> float:
     """What another row adds: the median slope between steps of a size (Theil 1950, Sen 1968)."""
     spreads = [max(s[1] for s in steps) - min(s[1] for s in steps) for steps in sizes if steps]
-    apart = max(spreads, default=0.0) / 2  # of fewer rows apart what else goes on tells more than they do
+    most = max((s[1] for steps in sizes for s in steps), default=0.0)
+    # of fewer rows apart what else goes on tells more than they do
+    apart = max(max(spreads, default=0.0) / 2, APART * most)
     slopes = [
         (b[2] - a[2]) / (b[1] - a[1])
         for steps in sizes

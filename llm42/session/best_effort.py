@@ -26,6 +26,9 @@ from llm42.telemetry import metrics as m
 from llm42.text.output_text import OutputText
 
 log = logging.getLogger(__name__)
+ASKS, ASK_S = 10, 0.1
+"""Before its first token one asks so many times, so far apart, whether it goes to a verifier: requests that
+come at once are planned as they grow, and the first of them did not know of the others."""
 
 
 class Pacer(Owner, Protocol):
@@ -86,6 +89,7 @@ class BestEffort:
         self._inbox: Inbox[LLM42Error] = Inbox()
         self._output = [*request.output]
         self._held = self._decided_at = self._changes = 0
+        self._asks = ASKS
         self._pause_s = 0.0
         """Before the next delta is made."""
         self._told = False
@@ -120,6 +124,13 @@ class BestEffort:
             require_no_error(self._failed)
         if self._pause_s:
             await self._inbox.wait(NONE, self._pause_s)
+        if self._asks and not (self._output or self._stays):
+            self._asks -= 1
+            await self._inbox.wait(ANY, ASK_S)
+            if self._inbox.is_empty:
+                if self._goes(None) == "direct":
+                    self._move()
+                return None
         outputs = await self._outputs()
         self._failed = outputs.pop() if outputs[-1].error is not None else None
         if not outputs:

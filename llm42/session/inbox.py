@@ -46,6 +46,11 @@ class Inbox(Generic[A]):
         if self._wakes(output):
             self._wake()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there."""
+        return not (self._outputs or self._answers)
+
     def put(self, answer: A) -> None:
         """An answer; called in the event loop."""
         self._answers.append(answer)

@@ -18,17 +18,20 @@ RESTED_S, YOUNG_S, FORGOTTEN_S = 1.0, 1.0, 10.0
 what comes, as it grows; and what comes after so long is another load."""
 HOLD_S, LONGEST_HOLD_S = 20.0, 640.0
 """After a trial no other way is tried for so long; twice as long after each that failed."""
-MARGIN, UNTRIED, FIRST, FIRST_MOVED, CLEARLY = 0.03, 0.18, 0.1, 0.15, 0.25
+MARGIN, UNTRIED, FIRST, FIRST_MOVED, FIRST_JOINED, CLEARLY = 0.03, 0.12, 0.1, 0.15, 0.05, 0.25
 """Another plan must seem to save so much of a round; so much on one device if it was not measured, for the
 model is mostly too good for all of them alike, and a change costs seconds in which two sides with half of the
 requests each share the device; so much where a load begins, of which nothing was measured, at first beside
-verify, which measures both sides; and so much to be taken later without that."""
-CLEAR_S = 4.0
-"""So long it must have seemed so. What steps take is found anew every second, and one time may be far off; a
-burst's prompts take seconds."""
-NEWS, NEWS_SHARE, MEAN_S = 1.5, 0.2, 10.0
+verify, which measures both sides; less of what leaves no two sides to share one device, for it is all moved
+or there is no best effort; and so much to be taken later without that."""
+CLEAR_S, CLEAR_ENDED, CLEAR_LATEST_S = 4.0, 0.25, 20.0
+"""So long it must have seemed so, and so many must have ended, as a share of those in progress, or so much
+time be over. What steps take is found anew every second, and one time may be far off; while a burst's prompts
+are computed nothing ends, and what steps take then is not what they will."""
+NEWS, NEWS_SHARE, MEAN_S, SHOWN_S = 1.5, 0.2, 10.0, 5.0
 """So many times more or fewer requests, as a mean over so long, or another share of deterministic ones among
-those that begin, is another load: what was measured is forgotten. Neither depends on the way."""
+those that begin, is another load: what was measured is forgotten. Neither depends on the way. Nothing is
+another one before a load has shown for so long what it is."""
 FEW, LEARN, ENOUGH, LEARN_LENGTHS = 4, 0.02, 16, 0.05
 NOISE, WORSE = 0.01, 0.06
 """Two measurements differ by so much by chance; one that is so much worse halfway is enough."""
@@ -114,9 +117,12 @@ class Standing:
     def __init__(self, one_device: bool = False) -> None:
         """one_device: the fast path and the verifiers share one."""
         self._untried = UNTRIED if one_device else MARGIN
+        self._first_moved = FIRST_JOINED if one_device else FIRST_MOVED
+        self._first_joined = FIRST_JOINED if one_device else FIRST
         self.plan: Plan | None = None
         self.changes = 0
-        self._now = Mark()
+        self._now, self._looked = Mark(), False
+        """The last look, and whether there was one."""
         self._mean = self._mean_s = 0.0
         """Requests in progress, of late, and of how many seconds that is the mean."""
         self._rested_at = -math.inf
@@ -138,6 +144,8 @@ class Standing:
         self.plan, self._since = plan, self._now
         self._from: Mark | None = None
         """When measuring began."""
+        self._expected_tokens = 0.0
+        """Those that should have come since, as the model said at each moment: what it says changes."""
         self._measured: float | None = None
         """A round of the present plan."""
         self._clear_since = math.inf
@@ -154,13 +162,15 @@ class Standing:
         if not count:  # somebody looks; whoever comes next is asked for
             return self.plan
         mark, rested_s, done.rested_s = self._now, done.rested_s, 0.0
-        passed_s = max(0.0, now - mark.at - rested_s)
+        passed_s = max(0.0, now - mark.at - rested_s) if self._looked else 0.0
+        self._looked = True
         self._now = Mark(now, done.tokens, mark.busy + count * passed_s, done.ended)
         if rested_s >= RESTED_S:  # what comes now begins together: rounds are not as long as they will be
-            self._since, self._from = self._now, None
+            self._since, self._from, passed_s = self._now, None, 0.0
             self._mean, self._mean_s, self._rested_at, self._began_with = 0.0, 0.0, now, 0
         if rested_s >= FORGOTTEN_S:
             done.forget()
+            self._load = 0.0, None
             self._forget()
             self._take(None)
         self._mean_s = min(MEAN_S, self._mean_s + passed_s)
@@ -170,24 +180,25 @@ class Standing:
         expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}
         if room:
             expected["moved"] = rounds.moved
+        alone = done.share == 1.0
         if self.plan is None:
             self._mean, self._rested_at = float(count), now
         if self.plan not in expected:  # none yet, or there is no room for it any more
-            self._begin(expected, "verify", count)
+            self._begin(expected, "verify", count, alone)
             return self.plan
         if self._now.at - self._rested_at < YOUNG_S and count > NEWS * self._began_with:
-            self._begin(expected, self.plan, count)
+            self._begin(expected, self.plan, count, alone)
             return self.plan
         if self._is_another_load(done):
             self._forget()
-            self._begin(expected, self.plan, count)
+            self._begin(expected, self.plan, count, alone)
         if kept and self.plan == "moved":
             self._since, self._from = self._now, None
-        self._measure(count, expected[self.plan])
+        self._measure(count, expected[self.plan], mark)
         if self._before is not None:
             self._judge(self._before)
         else:
-            self._consider(expected)
+            self._consider(expected, count)
         return self.plan
 
     def _saved(self, expected: dict[Plan, float], present: Plan) -> tuple[Plan, float]:
@@ -196,12 +207,16 @@ class Standing:
         plan = min(corrected, key=lambda each: corrected[each])
         return plan, 1.0 - corrected[plan] / corrected[present]
 
-    def _begin(self, expected: dict[Plan, float], otherwise: Plan, count: int) -> None:
+    def _begin(self, expected: dict[Plan, float], otherwise: Plan, count: int, alone: bool) -> None:
         self._began_with = count
         plan, saved = self._saved(expected, otherwise)
-        self._take(plan if saved > (FIRST_MOVED if plan == "moved" else FIRST) else otherwise)
+        least = {"moved": self._first_moved, "direct": self._first_joined if alone else FIRST}
+        self._take(plan if saved > least.get(plan, FIRST) else otherwise)
 
     def _is_another_load(self, done: Done) -> bool:
+        if self._mean_s < SHOWN_S:  # the mean is still that of how it began
+            self._load = self._mean, None
+            return False
         count, share = self._load
         if not count or (share is None and done.began >= 1 / LEARN):
             count, share = count or self._mean, done.share if done.began >= 1 / LEARN else None
@@ -217,14 +232,18 @@ class Standing:
         age_s = self._now.at - since.at
         return age_s >= least_s and (self._now.ended - since.ended >= count or age_s >= LONGEST_S)
 
-    def _measure(self, count: int, expected: float) -> None:
+    def _measure(self, count: int, expected: float, before: Mark) -> None:
         assert self.plan is not None
         if self._from is None:
-            self._from = self._now if self._over(self._since, SETTLE_S, count) else None
-        elif self._over(self._from, MEASURE_S, 1.5 * count):
-            self._measured, self._from = self._now.round_s(self._from), self._now
-            if self._measured is not None:
-                self._off[self.plan] = self._measured / expected
+            if self._over(self._since, SETTLE_S, count):
+                self._from, self._expected_tokens = self._now, 0.0
+            return
+        self._expected_tokens += (self._now.busy - before.busy) / expected
+        if self._over(self._from, MEASURE_S, 1.5 * count):
+            measured, tokens = self._now.round_s(self._from), self._now.tokens - self._from.tokens
+            if measured is not None:
+                self._off[self.plan] = self._expected_tokens / tokens
+            self._measured, self._from, self._expected_tokens = measured, self._now, 0.0
 
     def _judge(self, before: tuple[Plan, float]) -> None:
         plan, round_s = before
@@ -242,7 +261,7 @@ class Standing:
             self._hold_s = min(LONGEST_HOLD_S, 2 * self._hold_s)
         self._until = self._now.at + self._hold_s
 
-    def _consider(self, expected: dict[Plan, float]) -> None:
+    def _consider(self, expected: dict[Plan, float], count: int) -> None:
         assert self.plan is not None
         other, saved = self._saved(expected, self.plan)
         if self._measured is None:
@@ -250,8 +269,9 @@ class Standing:
                 self._clear_since = math.inf
                 return
             self._clear_since = min(self._clear_since, self._now.at)
-            now = self._now.at
-            if now - self._since.at >= SETTLE_S and now - self._clear_since >= CLEAR_S:
+            age_s, ended = self._now.at - self._since.at, self._now.ended - self._since.ended
+            shown = ended >= CLEAR_ENDED * count or age_s >= CLEAR_LATEST_S
+            if shown and age_s >= SETTLE_S and self._now.at - self._clear_since >= CLEAR_S:
                 self._blind = False
                 self._take(other)
         elif saved > (MARGIN if other in self._off else self._untried) and self._now.at >= self._until:

@@ -15,6 +15,7 @@ from random import Random
 
 from llm42.engine.vllm.connection import Stats
 from llm42.session.backoff import Backoff
+from llm42.session.best_effort import ASK_S, ASKS
 from llm42.session.load import LEAST_LEFT, Load, Progress, Rounds, Way
 from llm42.session.policy import (
     HOLD,
@@ -76,6 +77,8 @@ class Job:
     target: int = START
     went_at: float = 0.0
     """When it took its way."""
+    asked: int = 0
+    """Times that it has asked since, without a token."""
     tries: int = 0
     """What was under way before the last of them is nobody's."""
 
@@ -103,6 +106,8 @@ class Cluster:
     """False: counts of different moments are subtracted."""
     knows_neighbour: bool = True
     """False: what the other one did on the device meanwhile counts as each step's own time."""
+    asks_again: bool = True
+    """False: best effort decides once before its first token."""
     now: float = 0.0
     tokens: int = 0
     changes: int = 0
@@ -209,6 +214,18 @@ class Cluster:
             return "verify"
         decide = self.decide if job.deterministic else self.decide_best_effort
         return decide(self._progress(job, way), self.load())
+
+    def _ask_again(self) -> None:
+        """Best effort without a token of the engine asks whether it goes after all."""
+        if self.mode != "auto" or not self.asks_again:
+            return
+        for job in self.jobs:
+            asks = not job.deterministic and job.way == "verify" and not job.output and not job.changes
+            if asks and job.asked < ASKS and self.now >= job.went_at + (job.asked + 1) * ASK_S:
+                job.asked += 1
+                if self._way_of(job, None) == "direct":
+                    job.changes += 1
+                    self._go(job, "direct")
 
     def _give_up(self) -> None:
         """Best effort that has waited for too long goes back, and stays."""
@@ -407,4 +424,5 @@ class Cluster:
                     work[at] = None
                     end()
             self._give_up()
+            self._ask_again()
         return (self.tokens - before) / (self.now - began)
