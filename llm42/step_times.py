@@ -40,8 +40,9 @@ MOSTLY = 0.6
 APART = 0.2
 """Steps tell what a row costs if they differ by more than this share of the most rows: in a burst each has as
 many as fit, fewer the more it decodes."""
-CLEAN = 3
-"""With so many steps of a size that computed nothing else, the others tell nothing of it."""
+CLEAN, NEAR = 3, 1.2
+"""With so many steps of a size that computed nothing else, the others tell nothing of it; a size with fewer
+steps tells nothing beside one that has as many. Sizes that are less than so many times apart are one."""
 
 
 @across_releases
@@ -201,11 +202,26 @@ def _evaluated(sizes: Sequence[Sequence[_Step]], theirs: float) -> Costs:
     row_s = _row_s(sizes)
     if theirs and not theirs / FAR <= row_s <= theirs * FAR:
         row_s = theirs
-    telling = [steps for steps in sizes[1:] if steps and _tells(steps, row_s)]
-    found = [_alone(steps, row_s) for steps in telling or [steps for steps in sizes[1:] if steps]]
-    for at in range(len(found) - 2, -1, -1):  # fewer rows never take longer
-        found[at] = found[at][0], min(found[at][1], found[at + 1][1])
+    known = [steps for steps in sizes[1:] if steps]
+    known = [steps for steps in known if len(steps) >= CLEAN] or known
+    telling = [steps for steps in known if _tells(steps, row_s)]
+    found = [_alone(steps, row_s) for steps in _apart(telling or known)]
+    for at in range(len(found) - 2, -1, -1):  # fewer rows never take longer, nor does one of them less time
+        (rows, seconds), (more, longer) = found[at], found[at + 1]
+        found[at] = rows, min(max(seconds, longer * rows / more), longer)
     return Costs(tuple(found), row_s)
+
+
+def _apart(sizes: Sequence[Sequence[_Step]]) -> list[list[_Step]]:
+    """Sizes that are near each other as one: what differs between them is chance, and would be taken for the
+    cost of a row."""
+    found = list[list[_Step]]()
+    for steps in sizes:
+        if found and fmean(s[0] for s in steps) < NEAR * fmean(s[0] for s in found[-1]):
+            found[-1] += steps
+        else:
+            found.append([*steps])
+    return found
 
 
 def _row_s(sizes: Sequence[Sequence[_Step]]) -> float:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llm42.host.garbage import keep_what_is_there
+
 
 class Dead(Exception):
     """A side does not answer any more."""
@@ -75,6 +77,12 @@ class Process:
         self.process.wait()
 
 
+def _made(make: Callable[[], Any]) -> Any:
+    side = make()
+    keep_what_is_there()  # as those that serve do, and as vLLM's server
+    return side
+
+
 def serve(make: Callable[[], Any], pipe: int) -> None:
     """A side's main: makes what takes the orders ({"do": method, ...}), then answers until stdin ends. What
     `make` gives may have `ready`, a dict for the first answer."""
@@ -91,7 +99,7 @@ def serve(make: Callable[[], Any], pipe: int) -> None:
             replies.write(json.dumps(line) + "\n")
             return value
 
-        side = reply(make)
+        side = reply(lambda: _made(make))
         if isinstance(side, dict):
             raise SystemExit(1)
         for line in sys.stdin:

@@ -32,12 +32,15 @@ from llm42.engine.base import Engine
 from llm42.engine.build import build_engine
 from llm42.protocol import Request, RequestStats
 from llm42.session.driver import Generator
+from llm42.session.load import Load as Load_
+from llm42.session.load import Progress, Way
+from llm42.session.policy import choose_best_effort
 from llm42.step_times import VerifierLoad
 from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.verifier_pool import VerifierPool
 
 MODES = ("verify", "direct", "auto")
-READY_S, SETTLED_S, PLANS_S = 400.0, 10.0, 0.5
+READY_S, SETTLED_S, PLANS_S, STAYED = 400.0, 10.0, 0.5, 40
 COUNTERS = (
     "steps", "rows", "padding_rows", "windows", "decoded", "cached_rows", "preemptions", "step_s", "queue_s",
 )  # fmt: skip
@@ -110,6 +113,7 @@ class Replica:
         self.vocab = int(facts.get("vocab_size", 0)) or self.engine.model.config.vocab_size  # type: ignore[attr-defined]
         self.ready: dict[str, Any] = {"facts": facts, "engine_s": round(time.monotonic() - began, 1)}
         self.generators: dict[str, Generator] = {}
+        self.stayed: list[list[Any]] = []
         if self.pool is not None:
             self.run(self._settled(self.pool))
             self.ready["verifier_s"] = round(time.monotonic() - began, 1)
@@ -117,6 +121,7 @@ class Replica:
             for mode in self.modes:
                 parts = (cast(Engine, self.watched), tokenizer, self.settings(options, mode), self.pool)
                 self.generators[mode] = Generator(*parts)
+            self.generators["auto"].ways.decide_best_effort = self._decided
 
     def run(self, what: Coroutine[Any, Any, Any]) -> Any:
         """In the replica's event loop."""
@@ -159,7 +164,8 @@ class Replica:
             found["engine_prompts"] = self.watched.take()
             found["engine_preemptions"] = self.engine.load().preemptions - preempted
             found["expected"] = generator.ways.expected(self.pool)
-            found["plans"] = told
+            found["plans"], found["stayed"] = told, self.stayed
+            self.stayed = []
         finally:
             plans.cancel()
             for client in clients:
@@ -184,9 +190,23 @@ class Replica:
                 "deterministic": len(ways.deterministic), "promised": ways.promises.total,
                 "coming": ways.promises.coming, "came_back": ways.backoff.came_back - before,
                 "kept": ways.backoff.holds(time.monotonic()), "tokens": ways.done.tokens,
-                "ended": ways.done.ended,
+                "ended": ways.done.ended, "returned": dict(ways.returns),
             }  # fmt: skip
             told.append([round(at, 1), standing.plan, count, expected, off, seen])
+
+    def _decided(self, request: Progress, load: Load_) -> Way:
+        """As the policy decides; writes down why one stays although the plan is that all move."""
+        way = choose_best_effort(request, load)
+        if way == "verify" and load.moves and len(self.stayed) < STAYED:
+            verifier, rounds = load.verifier, load.rounds
+            assert verifier is not None
+            of = [] if rounds is None else [round(1e3 * x, 2) for x in rounds]
+            self.stayed.append([
+                request.way, request.length, request.left, load.is_known, load.deterministic, of,
+                verifier.direct, verifier.kv_free, round(load.promised), load.coming, load.prompt_row_s,
+                verifier.prompt_row_s,
+            ])  # fmt: skip
+        return way
 
     async def _warm(self, generator: Generator, prompt: tuple[int, ...], salt: str) -> None:
         self.count += 1

@@ -57,6 +57,11 @@ class EngineLoad:
 class Engine(Protocol):
     """A fast-path engine. Every method may be called from any thread and returns at once."""
 
+    def check(self, request: Request) -> None:
+        """Raises what `submit` would, and starts nothing: RequestRejected for what can never run here,
+        Overloaded where the engine is gone."""
+        ...
+
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request that may produce output tokens up to number `limit` (lookahead bound).
 

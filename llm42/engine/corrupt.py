@@ -36,6 +36,10 @@ class CorruptingEngine:
         """The engine's own."""
         return self.engine.times
 
+    def check(self, request: Request) -> None:
+        """As the engine does."""
+        self.engine.check(request)
+
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request; the sink hears wrong candidates."""
 

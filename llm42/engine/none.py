@@ -15,6 +15,10 @@ class NoEngine:
     def __init__(self) -> None:
         self._closed = False
 
+    def check(self, request: Request) -> None:
+        """Raises RuntimeError."""
+        self.submit(request, lambda _: None, 0)
+
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Raises RuntimeError."""
         raise RuntimeError(f"{request.request_id}: this replica has no engine (engine.kind canonical)")

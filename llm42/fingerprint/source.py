@@ -39,6 +39,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/checkpoint/fetch.py": "brings files, whose contents are in the manifest",
     "llm42/host/cores.py": _STARTS,
     "llm42/host/direct.py": _STARTS,
+    "llm42/host/garbage.py": _STARTS,
     "llm42/local/affinity*.py": _COMPARES,
     "llm42/local/demo*.py": _COMPARES,
     "llm42/session/backoff.py": _CHOOSES,

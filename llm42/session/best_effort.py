@@ -111,10 +111,13 @@ class BestEffort:
         return prompt_alone((await self._outputs())[0])
 
     def begin(self) -> None:
-        """Asks for tokens. The engine says in any case whether it takes the request."""
-        self._submit()
-        if self._goes(None) == "direct":
-            self._move()
+        """Asks for tokens. The engine says in any case whether it takes the request, but computes nothing of
+        one that is not its own: two processes with work share a GPU in halves."""
+        if self._goes(None) != "direct":
+            self._submit()
+            return
+        self._owner.engine.check(self._request)
+        self._move()
 
     async def advance(self) -> Delta | None:
         """Waits until something has come: the delta that it makes, if any. Raises LLM42Error."""
@@ -205,6 +208,7 @@ class BestEffort:
         try:
             delta = await moved.advance()
         except LLM42Error as error:
+            ways.returned(type(error).__name__)
             if isinstance(error, VerifierUnavailable):  # else it is about this request alone
                 ways.came_back()
             self._go_back(moved)
@@ -216,6 +220,7 @@ class BestEffort:
             ways.came_on()
         delta = self._taken(delta)
         if self._may_change() and self._goes("direct") != "direct":
+            ways.returned("plan")
             self._go_back(moved)
         return delta
 

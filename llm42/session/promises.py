@@ -30,10 +30,11 @@ class Promises:
 
     def give(self, request_id: str, at_first: int, later: int) -> None:
         """later: what it still takes once its verifier has admitted it."""
+        admitted = request_id in self._of and self._of[request_id].admitted
         self.end(request_id)
-        self._of[request_id] = _Promised(at_first, later)
+        self._of[request_id] = _Promised(at_first, later, admitted)
         self.total += at_first
-        self.coming += 1
+        self.coming += not admitted
 
     def admitted(self, request_id: str) -> None:
         """The verifier holds what it had."""

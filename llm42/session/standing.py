@@ -24,6 +24,8 @@ model is mostly too good for all of them alike, and a change costs seconds in wh
 requests each share the device; so much where a load begins, of which nothing was measured, at first beside
 verify, which measures both sides; less of what leaves no two sides to share one device, for it is all moved
 or there is no best effort; and so much to be taken later without that."""
+COMMON = 1.07
+"""By so much at most the model is taken to be too good for a plan that was not measured."""
 CLEAR_S, CLEAR_ENDED, CLEAR_LATEST_S = 4.0, 0.25, 20.0
 """So long it must have seemed so, and so many must have ended, as a share of those in progress, or so much
 time be over. What steps take is found anew every second, and one time may be far off; while a burst's prompts
@@ -202,8 +204,10 @@ class Standing:
         return self.plan
 
     def _saved(self, expected: dict[Plan, float], present: Plan) -> tuple[Plan, float]:
-        """The cheapest plan, and how much of a round of the present one it seems to save."""
-        corrected = {plan: seconds * self._off.get(plan, 1.0) for plan, seconds in expected.items()}
+        """The cheapest plan, and how much of a round of the present one it seems to save. A little of what
+        the model is off by in the present one is taken to be its error in any."""
+        unknown = min(math.sqrt(max(1.0, self._off.get(present, 1.0))), COMMON)
+        corrected = {plan: seconds * self._off.get(plan, unknown) for plan, seconds in expected.items()}
         plan = min(corrected, key=lambda each: corrected[each])
         return plan, 1.0 - corrected[plan] / corrected[present]
 
@@ -215,7 +219,6 @@ class Standing:
 
     def _is_another_load(self, done: Done) -> bool:
         if self._mean_s < SHOWN_S:  # the mean is still that of how it began
-            self._load = self._mean, None
             return False
         count, share = self._load
         if not count or (share is None and done.began >= 1 / LEARN):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -101,6 +102,8 @@ class Ways:
         """Of deterministic requests and of the others."""
         self.backoff = Backoff()
         """Whether best effort goes to verifiers after some has come back."""
+        self.returns = Counter[str]()
+        """Best-effort requests that have left a verifier or did not go, while the plan was that they do."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
@@ -162,7 +165,14 @@ class Ways:
         progress = replace(
             self._typical(way), length=length, output=output, most=request.max_tokens, held=held
         )
-        return self._asked(self.decide_best_effort, request, progress, verifier)
+        found = self._asked(self.decide_best_effort, request, progress, verifier)
+        if self._moves and way is None and found == "verify":
+            self.returned("stays")
+        return found
+
+    def returned(self, reason: str) -> None:
+        """A best-effort request has gone back to the engine."""
+        self.returns[reason] += 1
 
     def came_back(self) -> None:
         """A best-effort request had to leave its verifier."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from llm42.config import ServerSettings, Settings
 from llm42.errors import LLM42Error, Overloaded, VerifierUnavailable
 from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts
+from llm42.host.garbage import keep_what_is_there
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry.logs import configure
 from llm42.telemetry.metrics import FAILOVERS, INGRESS_TASKS, REPLICAS_WANTED, Metrics, Scope
@@ -143,9 +143,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once the constructor has run."""
         app = create_app(self._settings, self._tokenizer, self._backend, self._metrics)
-        # what is there now stays: collections that many new objects set off must not look through all of it
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         return app
 
     async def _report(self) -> None:

@@ -19,6 +19,7 @@ from llm42.engine.base import EngineLoad
 from llm42.errors import LLM42Error, VerifierUnavailable, VersionSkew
 from llm42.fingerprint.request import request_facts
 from llm42.fingerprint.skew import Facts, require_agreement
+from llm42.host.garbage import keep_what_is_there
 from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure
@@ -67,7 +68,9 @@ class FastPath:
 
         tokenizer, engine = load_tokenizer(self._settings.model), build_engine(self._settings)
         parts = (self._settings, self._pool, self._metrics, self._tracer)
-        return engine, Generator(engine, tokenizer, *parts)
+        generator = Generator(engine, tokenizer, *parts)
+        keep_what_is_there()
+        return engine, generator
 
     async def generate(
         self, request: Request, facts: Facts | None = None, again: bool = False

@@ -15,6 +15,7 @@ import ray
 from llm42.config import Settings
 from llm42.errors import ModelFileError, VerifierUnavailable
 from llm42.fingerprint.environment import UnsteadyKernels
+from llm42.host.garbage import keep_what_is_there
 from llm42.protocol import Commit, Failure, Window, across_releases
 from llm42.step_times import NOTHING, Costs
 from llm42.telemetry.logs import configure, event
@@ -155,7 +156,9 @@ class VerifierActor:
         certificate = certificate_for(self._settings, model, tokenizer, progress=self._certifying)
         seconds = round(time.monotonic() - began, 1)
         event(log, "verifier has certified", verifier=self._name, seconds=seconds, kept=certificate.cached)
-        return build_verifier(self._settings, model, tokenizer, certificate, self._certifying).start()
+        verifier = build_verifier(self._settings, model, tokenizer, certificate, self._certifying).start()
+        keep_what_is_there()
+        return verifier
 
     def _certifying(self, operator: str) -> None:
         self._doing = f"certifying {operator}"

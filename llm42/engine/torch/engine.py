@@ -77,12 +77,17 @@ class TorchEngine:
         """Whether the loop's thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request. Raises RequestRejected when it can never fit, Overloaded when the engine is
-        gone."""
+    def check(self, request: Request) -> None:
+        """Raises RequestRejected when it can never fit, Overloaded when the engine is gone."""
+        if self._closed:
+            raise Overloaded("the engine is not running")
         room = (self._pool.num_blocks - 1) * self.settings.block_size
         require_room(request, self.model.weights.cos_sin.shape[0], room)
         require_known_ids(request, self.model.config.vocab_size)
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        """Starts a request. Raises as `check` does."""
+        self.check(request)
         tokens = [*request.prompt, *request.output]
         self._commands.put(lambda: self._enter(Running(request, sink, limit, tokens)))
         if self._closed:  # asked after the put: either the loop's end sees the request, or this does

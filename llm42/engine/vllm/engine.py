@@ -88,14 +88,17 @@ class VllmEngine:
         gone = self._closed or self._gone
         return not gone and self._connection is not None and not self._connection.errored
 
-    def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request. Raises RequestRejected when vLLM can never run it, Overloaded when the engine is
-        gone."""
+    def check(self, request: Request) -> None:
+        """Raises RequestRejected when vLLM can never run it, Overloaded when the engine is gone."""
         connection = self._connection
         if connection is None or not self.alive:
             raise Overloaded("the engine is not running")
         require_room(request, self._all_settings.model.max_model_len)
         connection.check(request)
+
+    def submit(self, request: Request, sink: Sink, limit: int) -> None:
+        """Starts a request. Raises as `check` does."""
+        self.check(request)
         stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
         if not self._post(lambda: self._enter(stream)):
             raise Overloaded("the engine is not running")
