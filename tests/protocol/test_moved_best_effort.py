@@ -14,6 +14,7 @@ import pytest
 from llm42.errors import Overloaded, RequestRejected
 from llm42.protocol import Commit, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42.session import backoff, policy, ways
+from llm42.session import best_effort as best_effort_module
 from llm42.session.best_effort import Moved
 from llm42.session.direct import DirectDrive
 from llm42.session.driver import Generator
@@ -324,6 +325,62 @@ def test_what_the_engine_refuses_is_refused_in_any_way(lab: Lab) -> None:
     with pytest.raises(RequestRejected):
         together(generator, best_effort(1))
     assert nothing_left(generator)
+
+
+class Watched:
+    """An engine that counts what it is given, and gives nothing before it is told to."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.submitted, self.held = engine, 0, list[Any]()
+        self.holds = False
+
+    def submit(self, *args: Any) -> None:
+        """As it says."""
+        self.submitted += 1
+        if self.holds:
+            self.held.append(args)
+        else:
+            self.engine.submit(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def test_the_engine_computes_nothing_of_who_is_moved(lab: Lab) -> None:
+    """Two processes with work share a GPU in halves. The control: who stays is submitted."""
+    for stays in (False, True):
+        generator = always_moved(lab, lab.verifier().start())
+        engine = generator.engine = Watched(generator.engine)  # type: ignore[assignment]
+        if stays:
+            generator.ways.decide_best_effort = lambda *_: "verify"
+        assert [len(a.tokens) for a in together(generator, best_effort(3))] == [40, 40, 40]
+        assert engine.submitted == (3 if stays else 0)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_who_has_no_token_yet_is_asked_again(lab: Lab, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a burst did not know of the others. Not asked, the control: it waits for the
+    engine."""
+    monkeypatch.setattr(best_effort_module, "ASKS", 10 if asks else 0)
+    monkeypatch.setattr(best_effort_module, "ASK_S", 0.01)
+    generator = always_moved(lab, lab.verifier().start())
+    engine = generator.engine = Watched(generator.engine)  # type: ignore[assignment]
+    engine.holds, answers = True, list[Way]()
+
+    def decide(*_: Any) -> Way:
+        answers.append("direct" if answers else "verify")
+        return answers[-1]
+
+    generator.ways.decide_best_effort = decide
+    reading = collect(generator, best_effort(1)[0])
+    if asks:
+        assert len(asyncio.run(reading).tokens) == 40
+        assert generator.metrics.found[m.MOVED_TOKENS] == 40  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(reading, 1.0))
+        assert answers == ["verify"]
+    assert engine.submitted == 1
 
 
 class Contradicts(Wrapped):

@@ -268,10 +268,15 @@ def test_what_was_promised_is_taken(lab: Lab) -> None:
     promises.admitted("a")
     promises.admitted("a")
     assert (promises.total, promises.of("a"), promises.of("b"), promises.of("c")) == (110, 60, 50, 0)
+    assert promises.coming == 1
     promises.give("a", 30, 30)
+    assert promises.coming == 1, "who was admitted and stays is not on its way again"
     promises.end("b")
     promises.end("b")
-    assert promises.total == 30
+    assert (promises.total, promises.coming) == (30, 0)
+    promises.end("a")
+    promises.give("a", 100, 60)
+    assert promises.coming == 1, "who comes back is"
 
 
 def test_a_late_commit_with_candidates() -> None:

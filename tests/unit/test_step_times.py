@@ -433,3 +433,57 @@ def test_what_a_row_costs_is_seen_where_there_are_many() -> None:
         made.add(64, n % 3, 0.010 + noise.uniform(0.0, 0.004))
         made.add(16, 600 * (n % 2), 0.007 + 600 * (n % 2) * 30e-6)
     assert made.costs.row_s == pytest.approx(30e-6, rel=0.1)
+
+
+def test_sizes_near_each_other_are_one() -> None:
+    """They differ by chance: a row more would seem to cost a millisecond."""
+    made = Timed()
+    for _ in range(5):
+        made.add(127, 0, 0.0100)
+        made.add(129, 0, 0.0120)
+    assert len(made.costs.times) == 1
+    assert made.costs.at(256) < 0.02
+
+
+def test_control_their_difference_would_be_a_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "NEAR", 1.0)
+    made = Timed()
+    for _ in range(5):
+        made.add(127, 0, 0.0100)
+        made.add(129, 0, 0.0120)
+    assert len(made.costs.times) == 2
+
+
+def test_beyond_the_sizes_a_row_costs_no_more_than_its_share() -> None:
+    steep = Costs(((100.0, 0.010), (101.0, 0.020)), 1e-6)
+    assert steep.at(202) == pytest.approx(0.040)
+    assert steep.at(50) == pytest.approx(0.005)
+    assert steep.at(100.5) == pytest.approx(0.015)
+
+
+def test_a_step_alone_tells_nothing_beside_others() -> None:
+    """What arrives late is followed by what seems to take no time."""
+    made = Timed()
+    made.add(16, 0, 0.0004)
+    for _ in range(2 * step_times.CLEAN):
+        made.add(64, 0, 0.010)
+    assert [rows for rows, _ in made.costs.times] == [64]
+    for _ in range(2 * step_times.CLEAN):
+        made.add(16, 0, 0.0004)
+    assert dict(made.costs.times) == pytest.approx({16: 0.0025, 64: 0.010}), "a row never costs less in fewer"
+
+
+def in_a_burst(made: Timed) -> Costs:
+    """Each step has 1024 rows, fewer of prompts the more it decodes, and takes a little longer."""
+    for decoded in (4, 5, 6, 7, 4, 5, 6, 7):
+        made.add(decoded, 1024 - decoded, 0.039 + 0.0001 * decoded)
+    return made.costs
+
+
+def test_in_a_burst_rows_are_not_told_apart_by_chance() -> None:
+    assert in_a_burst(Timed()).row_s > 30e-6
+
+
+def test_control_they_would_seem_to_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_times, "APART", 0.0)
+    assert in_a_burst(Timed()).row_s == 0.0
