@@ -4,7 +4,8 @@
     python -m benchmarks.battery ... --name llm42 --extra '{"deterministic": true}'
 
 Each check says pass, fail, or not offered (with the reason); benchmarks/results/battery-NAME.json keeps it.
-`--keep FILE` writes some answers, and `--expect FILE`, after a restart of the server, compares with them.
+`--keep FILE --only restart` writes some answers of a fresh server; `--expect FILE`, after a restart, compares
+the new one's first answers with them, then runs the rest.
 Then `python -m benchmarks.battery.table` writes docs/battery.md. The exit status is 1 if a check failed.
 A server that is dead, at the beginning or after a failure, ends the run: that is no verdict. Nor is a check
 that takes longer than --limit-s, which is left out of the result.
@@ -24,7 +25,7 @@ import httpx
 
 from benchmarks.battery import beside, cache, seeds, surface
 from benchmarks.battery.api import Api, Broken, NotOffered
-from benchmarks.battery.registry import CHECKS, judge
+from benchmarks.battery.registry import CHECKS, Check, judge
 from benchmarks.battery.surface import restart_check
 from benchmarks.lib.report import Figure, report
 
@@ -53,6 +54,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def in_order(after_a_restart: bool) -> dict[str, Check]:
+    """All checks by name. A restarted server is compared before anything else is in its cache."""
+    return dict(sorted(CHECKS.items(), key=lambda item: not (after_a_restart and item[0] == "restart")))
+
+
 async def answers(api: Api) -> None:
     """A server that is dead breaks no rule, and has no result. Raises SystemExit."""
     try:
@@ -73,7 +79,7 @@ async def run(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     async with httpx.AsyncClient(base_url=base, timeout=timeout, limits=limits, trust_env=False) as client:
         api = Api(client, args.model, json.loads(args.extra), args.tokens, args.load)
         await answers(api)
-        for name, item in CHECKS.items():
+        for name, item in in_order(after_a_restart=bool(args.expect)).items():
             if args.only and name not in args.only:
                 continue
             verdict = await judge(item, api, args.limit_s)

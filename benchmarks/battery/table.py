@@ -31,6 +31,9 @@ Not in the table: vLLM's CPU build 0.27.0 with `VLLM_BATCH_INVARIANT=1`. It star
 its first request ends the engine: the mean of its batch-invariant operators is a Triton kernel, which this
 CPU build cannot launch (`TypeError` in `mean_dim` of vLLM). So no
 check could be run on it. On a GPU it has not been run here.
+
+Runs differ in which checks find something: on an Intel Xeon (2026-12-02, without `restart`) the same vLLM
+passed 9 of 27, and failed `long-prompt-joins` too.
 """
 
 

@@ -21,6 +21,14 @@ def family(root: int) -> set[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there, and has not ended yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody has now."""
     with socket.socket() as probe:

@@ -12,11 +12,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.processes import family, runs
 from llm42.host.garbage import keep_what_is_there
+
+LAST_WORDS_S = 10.0
+"""For each process that is given up."""
 
 
 class Dead(Exception):
@@ -69,6 +74,17 @@ class Process:
         except OSError as error:
             raise Dead(f"{self.kind} is gone: {error}") from error
         return self.answer(limit_s)
+
+    def end_with_stacks(self) -> None:
+        """Ends it and its children. Started with PYTHONFAULTHANDLER=1, each says in the log first where its
+        threads stand."""
+        for pid in sorted(family(self.process.pid), reverse=True):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+            end = time.monotonic() + LAST_WORDS_S
+            while runs(pid) and time.monotonic() < end:
+                time.sleep(0.05)  # one after the other: they write into one file
+        self.kill()
 
     def kill(self) -> None:
         """Ends it and the engine's process."""

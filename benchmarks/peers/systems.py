@@ -107,6 +107,8 @@ class Engines(Systems):
                     self.ready[kind] = self.sides[kind].answer(max(1.0, min(TURN_S, end - began)))
                 except Dead as error:
                     failed.append(f"boot: {error}")
+                    if kind in ("vllm", "invariant"):
+                        self.sides[kind].end_with_stacks()
                     self._drop(kind)
                 print(f"{kind}: after {time.monotonic() - began:.0f} s more", flush=True)
         return failed
@@ -114,8 +116,9 @@ class Engines(Systems):
     def _boot(self, kind: str) -> None:
         options = self.options(kind)
         environment = environment_of("ours" if kind == "ours" else "vllm", options)
-        # its engine is a child, and a fork of a process that has imported Ray stood still before the weights
-        environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}
+        # As `vllm serve` starts its engine. On an H200 one that was forked here said nothing for 200 s. That
+        # the fork was the cause is not shown: on a CPU, forked from a process with Ray imported, it ran.
+        environment |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONFAULTHANDLER": "1"}
         if kind == "invariant":
             environment |= {"VLLM_BATCH_INVARIANT": "1"}
         if kind == "canonical" and not options.cpu:

@@ -18,8 +18,6 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
-from ray._private.async_compat import get_new_event_loop  # uvloop, as in an actor
-
 from benchmarks.direct.actor import start_ray
 from benchmarks.direct.side import Side
 from benchmarks.verify_mode.engines import Adapted
@@ -99,6 +97,8 @@ class Replica:
         return build_engine(settings)
 
     def __init__(self, options: Options) -> None:
+        from ray._private.async_compat import get_new_event_loop  # uvloop, as in an actor
+
         began, verified = time.monotonic(), options.verifier_kv_tokens > 0
         self.loop, self.count, self.pool = get_new_event_loop(), 0, None
         threading.Thread(target=self.loop.run_forever, name="replica", daemon=True).start()

@@ -108,6 +108,16 @@ async def test_a_restart_is_compared(tmp_path: Path, after: str, expected: str) 
     assert got["verdict"] == expected, got
 
 
+def test_a_restarted_server_is_compared_before_anything_else(tmp_path: Path) -> None:
+    try:
+        restart_check(None, tmp_path / "kept.json")
+        assert next(iter(command.in_order(after_a_restart=True))) == "restart"
+        assert list(command.in_order(after_a_restart=False))[-1] == "restart"
+        assert command.in_order(after_a_restart=True).keys() == CHECKS.keys()
+    finally:
+        CHECKS.pop("restart", None)
+
+
 @pytest.mark.parametrize("broken", ["", "dead"])
 async def test_a_dead_server_has_no_result(broken: str) -> None:
     """It breaks no rule; the control is a server that answers."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
+import sys
+from argparse import Namespace
 from collections import Counter
+from collections.abc import Mapping
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks.peers import cells, equal
+from benchmarks.lib.sides import Process
+from benchmarks.peers import cells, equal, systems
 from benchmarks.peers.cells import (
     DEFAULT,
     GROUPS,
@@ -30,6 +36,8 @@ from benchmarks.peers.h200 import merge
 from benchmarks.peers.latency import Latencies
 from benchmarks.peers.loads import CHAT, DOCUMENTS, LOADS, SHAPES, SHARES, longest
 from benchmarks.verify_mode.loads import wanted
+from llm42.engine import build
+from tests.support.patience import PATIENCE_S
 
 DOCUMENT = {"machine": {}, "versions": {}, "date": "", "command": "x"}
 
@@ -283,3 +291,62 @@ def test_a_merged_result_takes_each_ratio_within_its_command(tmp_path: Path) -> 
     assert whole["figures"]["distinct_outputs_10000"]["run"] == 4 and len(whole["raw"]["runs"]) == 4
     joined = [merge(tmp_path, "two", parts[:2]), merge(tmp_path, "rest", [parts[2], equal_part])]
     assert json.loads(merge(tmp_path, "again", joined).read_text()) == whole
+
+
+# ---- how the sides are started
+
+
+class Started:
+    """Stands for a Process."""
+
+    environments: ClassVar[dict[str, Mapping[str, str]]] = {}
+
+    def __init__(self, kind: str, module: str, words: Any, environment: Mapping[str, str], out: Path) -> None:
+        self.environments[kind] = environment
+
+
+def test_vllm_is_told_to_spawn_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(systems, "Process", Started)
+    args = Namespace(group="canonical", cpu=True, engine="vllm", scratch=tmp_path, out=tmp_path)
+    engines = systems.Engines(args, "m")
+    for kind in ("vllm", "invariant"):
+        engines._boot(kind)
+    # by the name that vLLM reads, which ours sets too; an unknown one is ignored without a word
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    assert (
+        f'"{name}", "spawn"' in Path(build.__file__).with_name("vllm").joinpath("connection.py").read_text()
+    )
+    assert [Started.environments[kind].get(name) for kind in ("vllm", "invariant")] == ["spawn", "spawn"]
+    assert "VLLM_BATCH_INVARIANT" not in Started.environments["vllm"]
+
+
+@pytest.mark.parametrize(("module", "with_ray"), [("side", False), ("replica", True)])
+def test_rays_import_is_left_to_ours(module: str, with_ray: bool) -> None:
+    code = f"import sys, benchmarks.peers.{module}; print('ray' in sys.modules)"
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"}
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=environment)
+    assert told.stdout.split()[-1].decode() == str(with_ray)
+
+
+def test_a_side_that_is_given_up_says_where_it_stands(tmp_path: Path) -> None:
+    (tmp_path / "stands_still.py").write_text(
+        "import multiprocessing, sys, threading\n"
+        "def child_stands_here(ready):\n"
+        "    ready.set()\n"
+        "    threading.Event().wait()\n"
+        "def side_stands_here():\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    ready = context.Event()\n"
+        "    context.Process(target=child_stands_here, args=(ready,)).start()\n"
+        "    ready.wait()\n"
+        "    open(int(sys.argv[1]), 'w').write('{}\\n')\n"
+        "    threading.Event().wait()\n"
+        "if __name__ == '__main__':\n"
+        "    side_stands_here()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONFAULTHANDLER": "1"}
+    side = Process("one", "stands_still", [], environment, tmp_path)
+    side.answer(PATIENCE_S)
+    side.end_with_stacks()
+    log = (tmp_path / "one.log").read_text()
+    assert "side_stands_here" in log and "child_stands_here" in log
