@@ -130,7 +130,7 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def sampling_dict(value: Any) -> dict[str, Any]:
-    """The keywords of SamplingParams, not yet checked, with the seed as a number."""
+    """The keywords of SamplingParams, not yet checked, with the seed as a number. Raises InvalidReceipt."""
     if not isinstance(value, Mapping):
         raise InvalidReceipt("sampling: a JSON object is needed")
     if unknown := sorted(set(value) - set(_NEUTRAL)):

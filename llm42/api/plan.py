@@ -58,7 +58,8 @@ class HttpRequestPlan:
 def plan_request(
     body: GenerationBody, settings: Settings, tokenizer: Tokenizer, deterministic: bool | None = None
 ) -> HttpRequestPlan:
-    """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served.
+    """Turns a body into requests. Raises ModelNotFound for another model, and RequestRejected, with the
+    field's name, for what cannot be served.
 
     deterministic: what policy has made of the body's field; None: the field, else the server's default.
     """

@@ -56,7 +56,8 @@ def echo_start(body: CompletionBody, tokenizer: Tokenizer) -> int:
 def chat_prompt(
     messages: Sequence[Message], body: ChatBody | TokenizeBody, context: int, tokenizer: Tokenizer
 ) -> list[int]:
-    """The messages' ids. Refuses what the template would leave out, and what cannot fit `context` tokens."""
+    """The messages' ids. Raises RequestRejected for what the template refuses or would leave out, and for
+    what cannot fit into `context` tokens."""
     tools = body.tools if body.tool_choice != "none" else None
     text = require_unicode(_render(messages, tools, body, context, tokenizer), "messages")
     return tokenizer.encode(text, add_special=bool(body.add_special_tokens))
@@ -101,7 +102,8 @@ def _render(
 
 
 def require_room(text: str, param: str, context: int, tokenizer: Tokenizer) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
+    """Raises RequestRejected for a text that cannot fit into `context` tokens whatever its tokens are, before
+    seconds go into encoding it."""
     longest = context * tokenizer.longest_token
     if len(text) > longest and len(text.strip()) > longest:  # some templates strip
         raise RequestRejected(
@@ -112,7 +114,8 @@ def require_room(text: str, param: str, context: int, tokenizer: Tokenizer) -> N
 
 
 def require_unicode(text: str, param: str) -> str:
-    """The text itself; JSON can carry a lone surrogate, which is no character."""
+    """The text itself. Raises RequestRejected for a lone surrogate, which JSON can carry and which is no
+    character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -121,7 +124,7 @@ def require_unicode(text: str, param: str) -> str:
 
 
 def require_known(ids: Sequence[int], param: str, tokenizer: Tokenizer) -> None:
-    """Refuses ids outside the model's vocabulary; what the model can draw is taken."""
+    """Raises RequestRejected for ids outside the model's vocabulary; what the model can draw is taken."""
     if ids and max(ids) >= tokenizer.vocab_size:
         raise RequestRejected(
             f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",

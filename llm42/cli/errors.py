@@ -26,7 +26,7 @@ def actionable(error: BaseException) -> str | None:
         return str(error)  # typed: the environment or the memory of the device
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, _torch("OutOfMemoryError")):
-        return f"{first} engine.kv_tokens and verifier.kv_tokens decide how much is taken."
+        return f"{first} Lower engine.kv_tokens or verifier.kv_tokens."
     if isinstance(error, _torch("AcceleratorError")) or any(word in first for word in DEVICE_WORDS):
         return f"the GPU failed: {first}"
     return None
@@ -36,7 +36,7 @@ def setting_error(found: Any) -> str:
     """One of pydantic's errors as a line: the field, where there is one, and what is wrong with it."""
     text = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
-        text = "there is no such setting (serve_config.yaml has all)"
+        text = "unknown setting: correct or remove it (serve_config.yaml has all)"
     return ": ".join(filter(None, (".".join(map(str, found["loc"])), text)))
 
 

@@ -78,7 +78,7 @@ def code_hash() -> str:
 
 
 def folder_of(package: str) -> Path:
-    """Where an installed package's source lies."""
+    """Where an installed package's source lies. Raises ModuleNotFoundError for one that is not installed."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is not installed, and its code is part of the fingerprint")

@@ -31,9 +31,9 @@ def serve_tree(top: dict[str, Any] | None = None, **application: Any) -> dict[st
 @pytest.mark.parametrize(
     ("tree", "named"),
     [
-        (serve_tree(argz={"model": {"name": "x"}}), "applications[0].argz: there is no such name"),
-        (serve_tree({"http_options": {"prot": 8001}}), "http_options.prot: there is no such name"),
-        (serve_tree({"http_option": {"port": 8001}}), "http_option: there is no such name"),
+        (serve_tree(argz={"model": {"name": "x"}}), "applications[0].argz: unknown name"),
+        (serve_tree({"http_options": {"prot": 8001}}), "http_options.prot: unknown name"),
+        (serve_tree({"http_option": {"port": 8001}}), "http_option: unknown name"),
         (serve_tree({"http_options": ["x"]}), "http_options: a mapping is needed"),
         (serve_tree({"http_options": {"request_timeout_s": 1}}), "http_options.request_timeout_s"),
         (serve_tree({"http_options": {"keep_alive_timeout_s": 300}}), "http_options.keep_alive_timeout_s"),
@@ -57,8 +57,8 @@ def serve_tree(top: dict[str, Any] | None = None, **application: Any) -> dict[st
         (["a", "list"], "a mapping of names to values is needed, not list"),
         ("just text", "not str"),
         ("3: x", "a mapping of names"),
-        ("model: {name: a}\nmodel: {name: b}", "'model' stands twice"),
-        ("model: {name: a, name: b}", "'name' stands twice"),
+        ("model: {name: a}\nmodel: {name: b}", "'model' is there twice"),
+        ("model: {name: a, name: b}", "'name' is there twice"),
         ("model: [", "config.yaml: "),
         ("\x00", "config.yaml: "),
     ],

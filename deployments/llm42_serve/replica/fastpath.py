@@ -196,7 +196,7 @@ class FastPath:
         return EngineLoad(self._pool.followed, 0, 0, 0)
 
     async def check_health(self) -> None:
-        """Serve replaces this replica when its engine's loop has ended."""
+        """Raises RuntimeError when the engine's loop has ended: then Serve replaces this replica."""
         if not self._engine.alive:
             raise RuntimeError("the engine's loop has ended")
 

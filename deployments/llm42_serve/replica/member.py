@@ -48,7 +48,8 @@ class Member:
 
 @contextmanager
 def errors_of(member: Member) -> Iterator[None]:
-    """Ray's errors of a call to the member's actor as ours; that it is dead is remembered of the member."""
+    """Raises Ray's errors of a call to the member's actor as ours, mostly as VerifierUnavailable; that it is
+    dead is remembered of the member."""
     actor_id = member.actor_id
     try:
         yield

@@ -93,12 +93,12 @@ class VllmEngine:
         gone."""
         connection = self._connection
         if connection is None or not self.alive:
-            raise Overloaded("the engine is not running")
+            raise Overloaded("the replica's engine is not running: send the request again")
         require_room(request, self._all_settings.model.max_model_len)
         connection.check(request)
         stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
         if not self._post(lambda: self._enter(stream)):
-            raise Overloaded("the engine is not running")
+            raise Overloaded("the replica's engine is not running: send the request again")
 
     def extend(self, request_id: str, limit: int) -> None:
         """Renews the lookahead bound."""
