@@ -18,8 +18,8 @@ from llm42.config.verifier import GPU_DEFAULTS, VerifierSettings
 from llm42.config.watch import WatchSettings
 from llm42.config.yaml_file import read_yaml
 
-BY_OTHERS = (*(f"verifier.{name}" for name in GPU_DEFAULTS), "verifier.gpus", "session.mode")
-"""Settings that others decide, model.device or engine.kind, where they are null."""
+BY_OTHERS = (*(f"verifier.{name}" for name in GPU_DEFAULTS), "verifier.gpus", "session.mode", "model.name")
+"""Settings that others decide, model.device, engine.kind or model.path, where they are null."""
 
 
 class Settings(Section):

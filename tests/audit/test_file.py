@@ -132,7 +132,7 @@ BAD: list[tuple[Any, str]] = [
     (RECEIPT | {"text": "yo"}, "unknown field 'text'"),
     (FLAT | {"finish": "stop"}, "unknown field 'finish'"),
     (FLAT | {"prompt": [1], "prompt_len": True}, "prompt_len is True"),
-    (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "no prompt"),
+    (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "store the prompt"),
     ({"request": BODY, "response": REPLY, "output": [3]}, "unknown field 'output'"),
     ({"request": BODY, "response": REPLY, "fingerprint": "llm42-x"}, "unknown field 'fingerprint'"),
     ({"request": BODY, "response": REPLY, "receipt": RECEIPT}, "record: one receipt for each"),
