@@ -30,6 +30,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/__main__.py": _ASKS,
     "llm42/errors.py": _REFUSES,
     "llm42/step_times.py": _CHOOSES,
+    "llm42/validation.py": "what is said instead of an output",
     "llm42/audit/*": _COMPARES,
     "llm42/cli/*": _ASKS,
     "llm42/config/*": "the values of the settings that count are in the manifest",
