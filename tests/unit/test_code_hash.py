@@ -245,6 +245,7 @@ USED_BY_WHAT_COUNTS = {
     *("llm42/api/audit_routes.py", "llm42/api/errors.py", "llm42/api/keys.py"),
     *("llm42/api/docs_page.py", "llm42/api/text_routes.py"),
     *("llm42_serve/verifiers/names.py", "llm42_serve/verifiers/supervisor.py", "llm42_serve/ray_metrics.py"),
+    "llm42_serve/verifiers/membership.py",
     *("llm42_serve/replica/admission.py", "llm42_serve/replica/spot_check.py"),
     *("llm42_serve/replica/supervisor_link.py", "llm42_serve/placement.py"),
     *("llm42_serve/replica/crowding.py", "llm42_serve/verifiers/load.py"),
