@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from llm42.config import AuditSettings
 from llm42.errors import LLM42Error
 from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.validation import words
 
 VERSION = 1
 LOWEST_LOGPROB = -9999.0
@@ -162,7 +163,7 @@ def _strictly(adapter: TypeAdapter[T], value: Any, where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join((where, *map(str, first["loc"])))
-        raise InvalidReceipt(f"{place}: {first['msg']}") from error
+        raise InvalidReceipt(f"{place}: {words(first)}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidReceipt(f"{where}: {error}") from error
 

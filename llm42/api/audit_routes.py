@@ -35,6 +35,7 @@ from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.receipt import InvalidReceipt, Keyring
 from llm42.session.interfaces import Answers
 from llm42.text.tokenizer import Tokenizer
+from llm42.validation import complaint
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 16
@@ -184,11 +185,7 @@ def request_maker(settings: Settings, tokenizer: Tokenizer) -> RequestMaker:
             kind = ChatBody if "messages" in body else CompletionBody
             return plan_request(kind.model_validate(asked), settings, tokenizer).requests
         except ValidationError as error:
-            first = error.errors()[0]
-            # an error of the body as a whole names its field beside the place (bodies.about)
-            where = ".".join(map(str, first["loc"])) or str(first.get("ctx", {}).get("param", ""))
-            said = f"{where}: {first['msg']}" if where else first["msg"]
-            raise RequestRejected(said) from error
+            raise RequestRejected(complaint(error.errors()).text) from error
 
     return made
 

@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 
 from llm42.errors import LLM42Error
+from llm42.validation import words
 
 DEVICE_WORDS = ("CUDA", "NVIDIA", "cuBLAS", "CUBLAS")
 """PyTorch raises plain RuntimeErrors for a driver or a GPU that fails; they say one of these."""
@@ -34,7 +35,7 @@ def actionable(error: BaseException) -> str | None:
 
 def setting_error(found: Any) -> str:
     """One of pydantic's errors as a line: the field, where there is one, and what is wrong with it."""
-    text = found["msg"].removeprefix("Value error, ")
+    text = words(found)
     if found["type"] == "extra_forbidden":
         text = "unknown setting: correct or remove it (serve_config.yaml has all)"
     return ": ".join(filter(None, (".".join(map(str, found["loc"])), text)))

@@ -111,7 +111,7 @@ def test_a_bare_file_of_settings_is_read_as_strictly(tmp_path: Path) -> None:
     [
         ({"applications": None}, "Error: {file}: applications: a list of one application is needed"),
         (["x"], "Error: {file}: the file must be a mapping of names to values, not list"),
-        ({"server": None}, "Error: server: Input should be a valid dictionary"),
+        ({"server": None}, "Error: server: must be an object"),
         ({"model": {"path": "/none"}}, "Error: There is no model at /none (model.path)."),
     ],
 )

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api.errors import RETRY_AFTER_S, error_object
 from llm42.api.reply_writer import DONE, event
+from llm42_serve.ingress.lingering import Lingering
 
 CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """With them any client could switch off what Serve does for all: they are for a proxy before it."""
@@ -44,8 +45,8 @@ _BROKEN = (500, "The server failed to answer; its log has the cause.", "internal
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its proxy."""
-    return [Middleware(ProxyReplies)]
+    """What Serve puts around its proxy, the outermost last."""
+    return [Middleware(ProxyReplies), Middleware(Lingering)]
 
 
 class ProxyReplies:

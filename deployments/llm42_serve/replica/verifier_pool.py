@@ -30,8 +30,8 @@ from llm42_serve.replica.member import AVOID_S, Member, errors_of
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.load import Limits
+from llm42_serve.verifiers.membership import MemberInfo
 from llm42_serve.verifiers.names import get_actor
-from llm42_serve.verifiers.supervisor import MemberInfo
 
 log = logging.getLogger(__name__)
 Answer = Commit | Failure
