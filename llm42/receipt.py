@@ -96,7 +96,7 @@ class Receipt:
     def from_json(cls, value: Any) -> Receipt:
         """Reads what `to_json` wrote. Raises InvalidReceipt."""
         if not isinstance(value, Mapping):
-            raise InvalidReceipt("a receipt is a JSON object")
+            raise InvalidReceipt("a receipt must be a JSON object")
         if type(value.get("v")) is not int or value["v"] != VERSION:  # true is equal to 1, too
             raise InvalidReceipt(f"receipt: v is {value.get('v')!r}; this version reads {VERSION}")
         known = {f.name for f in fields(cls)}

@@ -82,7 +82,10 @@ def _render(
     variables = _template_variables(options, tokenizer)
     if tools:
         if "tools" not in tokenizer.template_for(True).variables:
-            raise RequestRejected("This model's chat template knows no tools.", "tools")
+            raise RequestRejected(
+                "This model's chat template knows no tools: leave them out, or describe them in a message.",
+                "tools",
+            )
         variables["tools"] = [tool.for_template() for tool in tools]
     try:
         date = datetime.date.fromisoformat(options.date) if options.date else None
@@ -107,7 +110,7 @@ def require_room(text: str, param: str, context: int, tokenizer: Tokenizer) -> N
     longest = context * tokenizer.longest_token
     if len(text) > longest and len(text.strip()) > longest:  # some templates strip
         raise RequestRejected(
-            f"{param}: {len(text)} characters cannot fit the context of {context} tokens.",
+            f"{param}: {len(text)} characters cannot fit the context of {context} tokens: shorten the text.",
             param,
             "context_length_exceeded",
         )
@@ -155,7 +158,7 @@ def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[
     for name in given:
         if name in RESERVED or name in tokenizer.special or not name.isidentifier():
             raise RequestRejected(
-                f"chat_template_kwargs: '{name}' cannot be set there.", "chat_template_kwargs"
+                f"chat_template_kwargs: '{name}' cannot be set there: leave it out.", "chat_template_kwargs"
             )
     return given
 
@@ -169,6 +172,7 @@ def _require_nothing_lost(messages: Sequence[Message], text: str) -> None:
         for part in wanted:
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
                 raise RequestRejected(
-                    f"messages[{index}]: this model's chat template leaves out tool calls or tool results.",
+                    f"messages[{index}]: this model's chat template leaves out tool calls or tool results:"
+                    " write them into the content.",
                     "messages",
                 )

@@ -135,7 +135,7 @@ class FastPath:
         except LLM42Error as error:
             return error
         except TimeoutError:
-            return VerifierUnavailable(f"no answer from the verifier in {limit:g} s")
+            return VerifierUnavailable(f"no answer from the verifier in {limit:g} s: send the request again")
 
     def _sides(self, facts: Facts | None) -> dict[str, Facts | None]:
         """Who contributes to an answer beside the verifiers."""
