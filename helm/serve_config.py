@@ -48,11 +48,11 @@ VARIANTS = {
     "gpu": Variant(
         "The service on one NVIDIA GPU: vLLM as the fast path, and a verifier beside it.",
         {
-            "model": {"path": "/models/model", "name": "model", "device": "cuda", "max_model_len": 8192},
+            "model": {"path": "/models/model", "device": "cuda", "max_model_len": 8192},
             "engine": {"kind": "vllm"},
         },
-        "Set model.path to yours; all else may stay. Not at their defaults: model.path, model.name,"
-        " model.device, model.max_model_len, engine.kind. What is null follows from model.device. On a"
+        "Set model.path to yours; all else may stay. Not at their defaults: model.path, model.device,"
+        " model.max_model_len, engine.kind. What is null follows from model.device or model.path. On a"
         " Hopper GPU verifier.affinity may be vllm, which keeps rollbacks rare. The GPU holds the weights"
         " twice, under engine.vllm.gpu_memory_utilization and beside it: a smaller GPU may need another"
         " share (docs/vllm.md).",

@@ -24,7 +24,9 @@ def across_releases(kind: type[T]) -> type[T]:
         for f in known:
             value = state[1].get(f.name, f.default)
             if value is MISSING:
-                raise VersionSkew(f"a {kind.__name__} of another release came without {f.name}")
+                raise VersionSkew(
+                    f"a {kind.__name__} of another release came without {f.name}: deploy one release"
+                )
             object.__setattr__(message, f.name, value)
 
     # set afterwards: the dataclass decorator would put its own in the place of an inherited one

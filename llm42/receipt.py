@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from llm42.config import AuditSettings
 from llm42.errors import LLM42Error
 from llm42.protocol import SamplingParams, TokenLogprob
+from llm42.validation import words
 
 VERSION = 1
 LOWEST_LOGPROB = -9999.0
@@ -95,7 +96,7 @@ class Receipt:
     def from_json(cls, value: Any) -> Receipt:
         """Reads what `to_json` wrote. Raises InvalidReceipt."""
         if not isinstance(value, Mapping):
-            raise InvalidReceipt("a receipt is a JSON object")
+            raise InvalidReceipt("a receipt must be a JSON object")
         if type(value.get("v")) is not int or value["v"] != VERSION:  # true is equal to 1, too
             raise InvalidReceipt(f"receipt: v is {value.get('v')!r}; this version reads {VERSION}")
         known = {f.name for f in fields(cls)}
@@ -130,7 +131,7 @@ def sampling_to_json(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def sampling_dict(value: Any) -> dict[str, Any]:
-    """The keywords of SamplingParams, not yet checked, with the seed as a number."""
+    """The keywords of SamplingParams, not yet checked, with the seed as a number. Raises InvalidReceipt."""
     if not isinstance(value, Mapping):
         raise InvalidReceipt("sampling: a JSON object is needed")
     if unknown := sorted(set(value) - set(_NEUTRAL)):
@@ -162,7 +163,7 @@ def _strictly(adapter: TypeAdapter[T], value: Any, where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join((where, *map(str, first["loc"])))
-        raise InvalidReceipt(f"{place}: {first['msg']}") from error
+        raise InvalidReceipt(f"{place}: {words(first)}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidReceipt(f"{where}: {error}") from error
 

@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 def prepare_environment() -> None:
-    """Ray's switches; read when ray is imported, so this comes first. docs/structure.md has the reasons."""
+    """Ray's switches; read when ray is imported, so this comes first. docs/design/ray.md has the reasons."""
     for name, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -42,6 +42,7 @@ def prepare_environment() -> None:
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_metrics_report_interval_ms": "2500",
+        "RAY_task_events_max_num_task_in_gcs": "10000",
     }.items():
         os.environ.setdefault(name, value)
     go_direct(os.environ)
@@ -167,6 +168,12 @@ class Service:
         if "detail" not in health:
             return {}, f"{self.url}/health: {health.get('error', health)}"
         return health, ""
+
+    def verifier_news(self) -> Callable[[], None]:
+        """A look at the verifiers, which logs what has become of them since the one before."""
+        from llm42_serve.verifiers.news import VerifierNews, members_of
+
+        return VerifierNews(members_of(self.settings)).look
 
     def stop(self) -> None:
         """Ends the cluster, and with it replicas and verifiers; streams in progress are cut."""

@@ -28,7 +28,9 @@ def check(settings: Settings, say: Callable[[str], None] = lambda _: None) -> No
     server, model = settings.server, Path(settings.model.path)
     if not model.exists():
         default = DEFAULT_DIR.name in model.parts
-        hint = " It is fetched by `make run`, or by: python -m llm42.checkpoint.fetch" if default else ""
+        hint = " Set it to a GGUF file or to a Hugging Face directory."
+        if default:
+            hint = " `make run` fetches it, or: python -m llm42.checkpoint.fetch"
         raise LaunchFailed(f"There is no model at {model} (model.path).{hint}")
     require_free_port(server.host, server.port)
     if port := settings.telemetry.metrics_port:
@@ -58,7 +60,7 @@ def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
     if _place(free, server.fastpath_replicas * parallel, engine.gpus):
         raise LaunchFailed(
             f"{server.fastpath_replicas} replicas (server.fastpath_replicas) of {parallel} x {engine.gpus:g}"
-            f" GPUs (engine.gpus) do not fit on this machine, which has {found}"
+            f" GPUs (engine.gpus) do not fit on this machine, which has {found}: lower one of these"
         )
     if missing := _place(free, server.verifiers, settings.verifier.gpus):
         problem = (
@@ -66,7 +68,9 @@ def _require_gpus(settings: Settings, say: Callable[[str], None]) -> None:
             f" {settings.verifier.gpus:g} (verifier.gpus), and that is not left of this machine's {found}"
         )
         if missing == server.verifiers and not engine.decodes:
-            raise LaunchFailed(f"{problem}; with engine.kind canonical nothing would be answered")
+            raise LaunchFailed(
+                f"{problem}; with engine.kind canonical nothing would be answered: lower verifier.gpus"
+            )
         say(problem)
 
 

@@ -37,9 +37,11 @@ def temp_dir(say: Callable[[str], None] = lambda _: None) -> Path:
     try:
         chosen.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchFailed(f"Ray's directory {chosen} cannot be made: {error.strerror} (TMPDIR)") from error
+        raise LaunchFailed(
+            f"Ray's directory {chosen} cannot be made: {error.strerror} (TMPDIR): set TMPDIR to another one"
+        ) from error
     if not os.access(chosen, os.W_OK | os.X_OK):
-        raise LaunchFailed(f"Ray's directory {chosen} cannot be written (TMPDIR)")
+        raise LaunchFailed(f"Ray's directory {chosen} cannot be written (TMPDIR): set TMPDIR to another one")
     return chosen
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def kv_write_torch(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Plain version. k, v [T, Hk, D], slots [T] int, caches [slots, Hk, D]."""
+    """Plain version. k, v [T, Hk, D], slots [T] int, caches [slots, Hk, D] of k's dtype, written in place."""
     keep = slots >= 0
     k, v, at = k[keep], v[keep], slots[keep].long()
     bad = ~v.isfinite().all(-1, keepdim=True)
@@ -26,7 +26,7 @@ def kv_write_torch(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache
 
 
 def kv_write_triton(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """One kernel. k, v [T, Hk, D], slots [T] int, caches [slots, Hk, D]."""
+    """One kernel. k, v [T, Hk, D], slots [T] int, caches [slots, Hk, D] of k's dtype, written in place."""
     from llm42_kernels.gpu.elementwise import kv_write_kernel
     from llm42_kernels.gpu.launch import STRICT
 

@@ -48,7 +48,7 @@ def choose(
     providers: Mapping[str, Mapping[str, Callable[..., Any]]], chosen: Mapping[str, str] | None = None
 ) -> Operators:
     """The named provider of each operator of `providers` (operator -> name -> function); an operator that is
-    not named gets its first one."""
+    not named gets its first one. Raises KeyError for a provider that is not there."""
     names = {op: (chosen or {}).get(op, next(iter(table))) for op, table in providers.items()}
     functions = {op: table[names[op]] for op, table in providers.items()}
     return Operators(**functions, providers=tuple(sorted(names.items())))

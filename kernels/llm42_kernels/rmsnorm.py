@@ -41,7 +41,7 @@ def rms_norm_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: floa
 
 def rms_norm_row(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Like rms_norm_torch, one call per leading index: the call's shape never changes. x, residual
-    [T, ..., H]."""
+    [T, ..., H], weight [H] -> normed, new residual [T, ..., H] in x's dtype."""
     rows = torch.split(x, 1)
     residuals = [None] * len(rows) if residual is None else torch.split(residual, 1)
     out = [
@@ -56,7 +56,7 @@ CPU_PROVIDERS = {"torch": rms_norm_torch, "row": rms_norm_row}
 
 def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """One program per row; the order of the sum follows from the row's length alone. x [..., H], residual
-    [T, H]."""
+    [T, H], weight [H] -> normed, new residual [..., H] in x's dtype."""
     shape, width = x.shape, x.shape[-1]
     x = x.reshape(-1, width)
     normed = torch.empty_like(x)
@@ -120,7 +120,8 @@ def launch_sum_norm(
 
 
 def rms_norm_carried(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Provider `carried` in the form of the other providers. x [..., H], residual [T, H]."""
+    """Provider `carried` in the form of the other providers. x [..., H], residual [T, H], weight [H] ->
+    normed, new residual [..., H] in x's dtype."""
     flat = x.reshape(-1, x.shape[-1])
     normed = torch.empty_like(flat)
     summed = flat if residual is None else torch.empty_like(flat)

@@ -41,13 +41,15 @@ def rotary_torch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tu
 
 
 def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """rotary_torch in float64. q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D]."""
+    """rotary_torch in float64. q [T, Hq, D], k [T, Hk, D], positions [T] int64, cos_sin [P, D] -> rotated q,
+    k in their dtype."""
     cos, sin = cos_sin[positions].double()[:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def rotary_row(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """rotary_torch, one call per row: the call's shape never changes. q [T, Hq, D], k [T, Hk, D]."""
+    """rotary_torch, one call per row: the call's shape never changes. q [T, Hq, D], k [T, Hk, D], positions
+    [T] int64, cos_sin [P, D] float32 -> rotated q, k in their dtype."""
     rows = zip(torch.split(q, 1), torch.split(k, 1), torch.split(positions, 1), strict=True)
     out = [rotary_torch(a.clone(), b.clone(), p, cos_sin) for a, b, p in rows]
     return torch.cat([a for a, _ in out]), torch.cat([b for _, b in out])

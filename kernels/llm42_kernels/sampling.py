@@ -35,7 +35,7 @@ class RowStats:
 
 
 def row_stats(logits: Tensor, stats: RowStats | None = None) -> RowStats:
-    """logits [R, V] float32 (rows contiguous); `stats` may name the tensors to fill."""
+    """logits [R, V] float32 (rows contiguous) -> four tensors [R]; `stats` may name the tensors to fill."""
     from llm42_kernels.gpu import sampling as gpu
     from llm42_kernels.gpu.launch import STRICT
 

@@ -26,7 +26,7 @@ CPU_PROVIDERS = {"torch": silu_mul_torch, "row": by_row(silu_mul_torch)}
 
 
 def silu_mul_triton(x: Tensor) -> Tensor:
-    """One program per piece of a row. x [T, 2 I] contiguous -> [T, I]."""
+    """One program per piece of a row. x [T, 2 I] contiguous -> [T, I] in x's dtype."""
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype, device=x.device)
     launch_silu_mul(x, out)
     return out

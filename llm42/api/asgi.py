@@ -119,7 +119,7 @@ class RequestIds(HttpOnly):
 
 
 def _too_long(most: int) -> str:
-    return f"At most {most} bytes of body are read here (by the model's context)."
+    return f"The body is too long: at most {most} bytes are read here, by the model's context. Send less."
 
 
 def _counted(receive: Receive, timeout_s: float, most: int) -> Callable[[], Awaitable[Message]]:
@@ -133,7 +133,9 @@ def _counted(receive: Receive, timeout_s: float, most: int) -> Callable[[], Awai
             left = None if ended else max(0.0, deadline - time.monotonic())
             message = await asyncio.wait_for(receive(), left)
         except TimeoutError as error:
-            raise HTTPException(408, f"The body was not there after {timeout_s:g} s.") from error
+            raise HTTPException(
+                408, f"The body did not arrive within {timeout_s:g} s: send the request again."
+            ) from error
         ended = ended or not message.get("more_body", False)
         seen += len(message.get("body", b""))
         if seen > most:
@@ -193,14 +195,14 @@ class Front(HttpOnly):
         allowed = ", ".join([*taken, *(["HEAD"] if "GET" in taken else []), "OPTIONS"])
         if scope["method"] == "OPTIONS":
             return Response(status_code=204, headers={"Allow": allowed})
-        text = f"{scope['method'][:20]} is not answered here; {scope['path'][:200]} takes {allowed}."
+        text = f"{scope['method'][:20]} is not allowed here; {scope['path'][:200]} takes {allowed}."
         return self._answers.respond(405, errors.error_object(text, 405), headers={"Allow": allowed})
 
     def _encoded(self, scope: Scope) -> Response | None:
         encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
         if encoding in ("", "identity"):
             return None
-        text = f"Content-Encoding: '{encoding[:50]}' is not read here; send the body as it is."
+        text = f"Content-Encoding: '{encoding[:50]}' is not read here: send the body uncompressed."
         body = errors.error_object(text, 415, "Content-Encoding")
         return self._answers.respond(415, body, headers={"Accept-Encoding": "identity"})
 

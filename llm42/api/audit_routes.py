@@ -35,6 +35,7 @@ from llm42.protocol import Commit, Delta, Failure, Request, Window
 from llm42.receipt import InvalidReceipt, Keyring
 from llm42.session.interfaces import Answers
 from llm42.text.tokenizer import Tokenizer
+from llm42.validation import complaint
 
 log = logging.getLogger(__name__)
 MAX_RUNNING = 16
@@ -89,7 +90,10 @@ class LimitedAnswers:
                 return place.enter_context(self._policy.held(1))
             except Overloaded:
                 await asyncio.sleep(KEY_PAUSE_S)
-        raise LLM42Error(f"the key '{self._policy.name}' had no place left to generate the answer again")
+        raise LLM42Error(
+            f"the key '{self._policy.name}' had no place left to generate the answer again: audit it when the"
+            " key has fewer requests under way"
+        )
 
 
 class _Audits:
@@ -105,7 +109,7 @@ class _Audits:
         """Findings in the records' order. Raises RequestRejected, Overloaded or VerifierUnavailable."""
         self._require_few(len(body.records), "records")
         if self._running >= MAX_RUNNING:
-            raise Overloaded(f"{MAX_RUNNING} audits are running already.")
+            raise Overloaded(f"{MAX_RUNNING} audits are running already: send it again later.")
         self._running += 1
         try:
             return await self._run(body, policy)
@@ -115,7 +119,8 @@ class _Audits:
     def _require_few(self, count: int, what: str) -> None:
         most = self._settings.audit.max_records
         if count > most:
-            raise RequestRejected(f"{count} {what}; one call takes {most} (audit.max_records).", "records")
+            text = f"{count} {what}; one call takes {most} (audit.max_records): send several calls."
+            raise RequestRejected(text, "records")
 
     async def _run(self, body: AuditBody, policy: KeyPolicy) -> dict[str, Any]:
         began, findings = time.monotonic(), list[Finding]()
@@ -180,11 +185,7 @@ def request_maker(settings: Settings, tokenizer: Tokenizer) -> RequestMaker:
             kind = ChatBody if "messages" in body else CompletionBody
             return plan_request(kind.model_validate(asked), settings, tokenizer).requests
         except ValidationError as error:
-            first = error.errors()[0]
-            # an error of the body as a whole names its field beside the place (bodies.about)
-            where = ".".join(map(str, first["loc"])) or str(first.get("ctx", {}).get("param", ""))
-            said = f"{where}: {first['msg']}" if where else first["msg"]
-            raise RequestRejected(said) from error
+            raise RequestRejected(complaint(error.errors()).text) from error
 
     return made
 
@@ -211,7 +212,9 @@ def audit_routes(
         policy: KeyPolicy = http.state.policy
         try:
             if not policy.may_verify:
-                raise errors.Forbidden(f"The key '{policy.name}' may not use the verifiers.")
+                raise errors.Forbidden(
+                    f"The key '{policy.name}' may not audit: its deterministic_share is 0."
+                )
             return _answer(await until_disconnect(http.receive, audits.audit(body, policy)))
         except ClientGone:
             return Response(status_code=499)

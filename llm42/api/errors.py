@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
@@ -18,7 +17,8 @@ from llm42.api.json_bodies import InvalidBody
 from llm42.api.reply_writer import event as event_of
 from llm42.errors import LLM42Error, RequestRejected
 from llm42.telemetry.logs import event
-from llm42.telemetry.metrics import OTHER, REJECTS, Metrics
+from llm42.telemetry.metrics import REJECTS, Metrics
+from llm42.validation import complaint
 
 log = logging.getLogger(__name__)
 MAX_PATH_CHARS = 200
@@ -31,6 +31,14 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+}
+"""Of errors that say nothing else."""
 
 
 class ModelNotFound(RequestRejected):
@@ -74,11 +82,13 @@ def status_of(error: Exception) -> int:
 def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The JSON value of an error; what a request held is quoted in part only."""
+    """The JSON value of an error; what a request held is quoted in part only. code: None: the status' own."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     if param is not None:
         param = param[:MAX_PARAM_CHARS]
-    return {"error": {"message": message[:MAX_MESSAGE_CHARS], "type": kind, "param": param, "code": code}}
+    own = _CODES.get(status, LLM42Error.code if status >= 500 else RequestRejected.code)
+    message = message[:MAX_MESSAGE_CHARS]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or own}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -130,7 +140,7 @@ class Errors:
     ) -> Response:
         """The error as a response, with Retry-After where waiting helps. reason: for the log; the message.
         headers: further ones."""
-        self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
+        self._metrics.inc(REJECTS, reason=body["error"]["code"])
         retry = RETRY_AFTER_S.get(status)
         headers = dict(headers or {}) | ({"Retry-After": str(retry)} if retry else {})
         if status == 401:
@@ -147,24 +157,20 @@ class Errors:
     def as_event(self, error: Exception) -> str:
         """The event that ends a stream which has already begun; counted like the others."""
         body = describe(error)[1]
-        self._metrics.inc(REJECTS, reason=body["error"]["code"] or OTHER)
+        self._metrics.inc(REJECTS, reason=body["error"]["code"])
         return event_of(json.dumps(body))
 
     async def on_validation_error(self, request: Request, error: Exception) -> Response:
         """FastAPI's 422 becomes a 400 that names the field, or says why the body is no JSON object."""
         assert isinstance(error, RequestValidationError)
-        first = _most_telling(error.errors())
-        if first["type"] == "json_invalid":
-            text = f"The body is not valid JSON: {first['ctx']['error']} at position {first['loc'][1]}."
+        found = error.errors()
+        if found[0]["type"] == "json_invalid":
+            text = f"The body is not valid JSON: {found[0]['ctx']['error']} at position {found[0]['loc'][1]}."
             return self.respond(400, error_object(text, 400, None, "invalid_json"))
-        if tuple(first["loc"]) == ("body",) and first["type"] in _NO_OBJECT:
-            return self.respond(400, _no_object(first["type"], request))
-        where = [str(part) for part in first["loc"] if part != "body"]
-        param = where[0] if where else (first.get("ctx") or {}).get("param")
-        message = first["msg"].removeprefix("Value error, ")
-        place = _place(first["loc"]) or param
-        text = f"{place}: {message}" if place else message
-        return self.respond(400, error_object(text, 400, param, "invalid_value"))
+        told = complaint(found)
+        if told.loc == ("body",) and told.kind in _NO_OBJECT:
+            return self.respond(400, _no_object(told.kind, request))
+        return self.respond(400, error_object(told.text, 400, told.param, "invalid_value"))
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
         """Unknown paths, wrong methods, unreadable bodies."""
@@ -174,10 +180,11 @@ class Errors:
         if isinstance(error.__cause__, InvalidBody):
             inside = [{**each, "loc": ("body", *each["loc"])} for each in error.__cause__.found]
             return await self.on_validation_error(request, RequestValidationError(inside))
-        status, text = error.status_code, str(error.detail)
-        code = {408: "body_timeout", 413: "body_too_large"}.get(status)
+        status, text, code = error.status_code, str(error.detail), None
         if status == 400 and error.__cause__ is not None:
             text, code = _unreadable(error.__cause__), "invalid_json"
+        if status == 404:
+            text = f"There is no {request.url.path[:MAX_PATH_CHARS]} here; /openapi.json lists what there is."
         return self.respond(status, error_object(text, status, None, code), headers=error.headers)
 
     async def on_error(self, _: Request, error: Exception) -> Response:
@@ -185,15 +192,6 @@ class Errors:
         return self.from_exception(error)
 
 
-def _place(loc: Sequence[int | str]) -> str:
-    """Where in the body, as `messages[1].content[0].type`. The names of a union's types, which pydantic puts
-    between, are no fields."""
-    parts = [part for part in loc if isinstance(part, int) or _FIELD.fullmatch(part)]
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "body")
-    return "".join(steps).removeprefix(".")
-
-
-_FIELD = re.compile(r"(?!(str|int|float|bool|dict|list|none|literal)$)[a-z][a-z0-9_]*")
 _NO_OBJECT = frozenset({"missing", "model_attributes_type", "model_type", "dict_type"})
 """What pydantic says of a body that is no JSON object."""
 
@@ -218,14 +216,3 @@ def _unreadable(cause: BaseException) -> str:
     if isinstance(cause, ValueError) and "digits" in str(cause):
         return "A number in the body has too many digits."
     return "The body could not be read."
-
-
-def _most_telling(found: Sequence[Any]) -> Any:
-    """The first error; for a field of several forms (prompt) the first that is about a value, not a form."""
-    first = found[0]
-    same = [e for e in found if e["loc"][:2] == first["loc"][:2]]
-    values = [e for e in same if not e["type"].endswith("_type")]
-    if len(same) > 1 and not values:
-        forms = dict.fromkeys(e["msg"].removeprefix("Input should be ") for e in same)
-        return first | {"msg": "Input should be " + " or ".join(forms)}
-    return values[0] if values else first

@@ -64,13 +64,18 @@ class KeyPolicy:
             if word is None:
                 raise RequestRejected(f"{HEADER} must be 'true' or 'false'.", HEADER)
             if asked not in (None, word):
-                raise RequestRejected(f"{HEADER} and the body's field disagree.", HEADER)
+                raise RequestRejected(
+                    f"{HEADER} and the field deterministic disagree: send one of them.", HEADER
+                )
             asked = word
         if asked is None and self._key is not None:
             asked = self._key.deterministic_default
         wanted = self._server.deterministic_default if asked is None else asked
         if wanted and self._most == 0:
-            raise errors.Forbidden(f"The key '{self.name}' may not ask for deterministic output.")
+            raise errors.Forbidden(
+                f"The key '{self.name}' may not ask for deterministic output (deterministic_share 0):"
+                " send deterministic: false, or use another key."
+            )
         return wanted
 
     def salted(self, request: Request) -> Request:
@@ -93,7 +98,7 @@ class KeyPolicy:
         if self._most is not None and outputs > self._most:
             raise RequestRejected(
                 f"The request has {outputs} deterministic outputs (prompts times n); the key '{self.name}'"
-                f" may have {self._most} at a time (deterministic_share).",
+                f" may have {self._most} at a time (deterministic_share): send several smaller requests.",
                 "n",
             )
 
@@ -103,7 +108,7 @@ class KeyPolicy:
         if self._most is not None and self._held + outputs > self._most:
             raise Overloaded(
                 f"The key '{self.name}' has {self._held} deterministic outputs under way; it may have"
-                f" {self._most} (deterministic_share)."
+                f" {self._most} (deterministic_share): send the request again when one has ended."
             )
         self._held += outputs
         try:
@@ -125,15 +130,15 @@ def configured_keys(server: ServerSettings) -> tuple[ApiKeySettings, ...]:
     try:
         found = read_yaml(Path(server.api_keys_file))
         if set(found) != {"api_keys"}:
-            raise ValueError("it must have the name api_keys, and no other")
+            raise ValueError("the file must be a mapping with api_keys as its only name")
         more = TypeAdapter(tuple[ApiKeySettings, ...]).validate_python(found["api_keys"])
         if not more:
-            raise ValueError("there are no keys in it")
+            raise ValueError("there are no keys in it: add one, or the API would be open to everybody")
     except YamlProblem as error:
         raise KeyProblem(f"server.api_keys_file: {error}") from error
     except ValidationError as error:  # without what was found there: it may be a key
         where = ", ".join(sorted({".".join(map(str, e["loc"])) or "api_keys" for e in error.errors()}))
-        raise KeyProblem(f"server.api_keys_file: {server.api_keys_file}: wrong: {where}") from None
+        raise KeyProblem(f"server.api_keys_file: {server.api_keys_file}: wrong or missing: {where}") from None
     except ValueError as error:
         raise KeyProblem(f"server.api_keys_file: {server.api_keys_file}: {error}") from error
     return server.api_keys + more
@@ -153,7 +158,9 @@ class KeyGate(HttpOnly):
         """Refuses, or passes on with the policy."""
         policy = self._find(Headers(scope=scope).get("authorization", ""))
         if policy is None and get_route_path(scope) not in OPEN_PATHS:
-            refusal = errors.Unauthorized("A valid API key is needed: 'Authorization: Bearer KEY'.")
+            refusal = errors.Unauthorized(
+                "A valid API key is needed: send the header 'Authorization: Bearer KEY'."
+            )
             await self._answers.from_exception(refusal)(scope, receive, send)
             return
         scope.setdefault("state", {})["policy"] = policy = policy or self._anyone

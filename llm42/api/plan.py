@@ -58,7 +58,8 @@ class HttpRequestPlan:
 def plan_request(
     body: GenerationBody, settings: Settings, tokenizer: Tokenizer, deterministic: bool | None = None
 ) -> HttpRequestPlan:
-    """Turns a body into requests; RequestRejected (with the field's name) for what cannot be served.
+    """Turns a body into requests. Raises ModelNotFound for another model, and RequestRejected, with the
+    field's name, for what cannot be served.
 
     deterministic: what policy has made of the body's field; None: the field, else the server's default.
     """
@@ -80,7 +81,7 @@ def plan_request(
     if (asked := len(prompts) * (body.n or 1)) > settings.server.max_queued:
         raise RequestRejected(
             f"{len(prompts)} prompts with n = {body.n or 1} are {asked} outputs; a replica holds at most"
-            f" {settings.server.max_queued} (server.max_queued).",
+            f" {settings.server.max_queued} (server.max_queued): send several smaller requests.",
             "n" if len(prompts) == 1 else "prompt",
         )
     chat = isinstance(body, ChatBody)
@@ -152,10 +153,13 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
     if body.max_tokens == 0:
         if room >= 0 and (_prompt_logprobs(body) is not None or getattr(body, "echo", False)):
             return 0
-        raise RequestRejected("max_tokens 0 is for echo or prompt_logprobs only.", "max_tokens")
+        raise RequestRejected(
+            "max_tokens 0 needs echo or prompt_logprobs: set one of these, or 1 or more.", "max_tokens"
+        )
     if room < 1:
         raise RequestRejected(
-            f"The prompt has {prompt_len} tokens, which leaves no room in the context of {context}.",
+            f"The prompt has {prompt_len} tokens, which leaves no room in the context of {context}:"
+            " shorten it.",
             param,
             "context_length_exceeded",
         )
@@ -172,7 +176,9 @@ def _max_tokens(body: GenerationBody, prompt_len: int, context: int) -> int:
             "context_length_exceeded",
         )
     if (body.min_tokens or 0) > asked:
-        raise RequestRejected(f"min_tokens {body.min_tokens} is above max_tokens {asked}.", "min_tokens")
+        raise RequestRejected(
+            f"min_tokens {body.min_tokens} is above max_tokens {asked}: lower it.", "min_tokens"
+        )
     return asked
 
 
@@ -232,7 +238,8 @@ def _constraint(body: GenerationBody, deterministic: bool, settings: Settings) -
         )
     if body.ignore_eos:
         raise RequestRejected(
-            "ignore_eos: an answer that is constrained to JSON ends where the JSON does.", "ignore_eos"
+            "ignore_eos: an answer that is constrained to JSON ends where the JSON does: leave it out.",
+            "ignore_eos",
         )
     return schema
 

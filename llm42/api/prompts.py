@@ -56,7 +56,8 @@ def echo_start(body: CompletionBody, tokenizer: Tokenizer) -> int:
 def chat_prompt(
     messages: Sequence[Message], body: ChatBody | TokenizeBody, context: int, tokenizer: Tokenizer
 ) -> list[int]:
-    """The messages' ids. Refuses what the template would leave out, and what cannot fit `context` tokens."""
+    """The messages' ids. Raises RequestRejected for what the template refuses or would leave out, and for
+    what cannot fit into `context` tokens."""
     tools = body.tools if body.tool_choice != "none" else None
     text = require_unicode(_render(messages, tools, body, context, tokenizer), "messages")
     return tokenizer.encode(text, add_special=bool(body.add_special_tokens))
@@ -81,7 +82,10 @@ def _render(
     variables = _template_variables(options, tokenizer)
     if tools:
         if "tools" not in tokenizer.template_for(True).variables:
-            raise RequestRejected("This model's chat template knows no tools.", "tools")
+            raise RequestRejected(
+                "This model's chat template knows no tools: leave them out, or describe them in a message.",
+                "tools",
+            )
         variables["tools"] = [tool.for_template() for tool in tools]
     try:
         date = datetime.date.fromisoformat(options.date) if options.date else None
@@ -101,18 +105,20 @@ def _render(
 
 
 def require_room(text: str, param: str, context: int, tokenizer: Tokenizer) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, before seconds go into encoding it."""
+    """Raises RequestRejected for a text that cannot fit into `context` tokens whatever its tokens are, before
+    seconds go into encoding it."""
     longest = context * tokenizer.longest_token
     if len(text) > longest and len(text.strip()) > longest:  # some templates strip
         raise RequestRejected(
-            f"{param}: {len(text)} characters cannot fit the context of {context} tokens.",
+            f"{param}: {len(text)} characters cannot fit the context of {context} tokens: shorten the text.",
             param,
             "context_length_exceeded",
         )
 
 
 def require_unicode(text: str, param: str) -> str:
-    """The text itself; JSON can carry a lone surrogate, which is no character."""
+    """The text itself. Raises RequestRejected for a lone surrogate, which JSON can carry and which is no
+    character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -121,7 +127,7 @@ def require_unicode(text: str, param: str) -> str:
 
 
 def require_known(ids: Sequence[int], param: str, tokenizer: Tokenizer) -> None:
-    """Refuses ids outside the model's vocabulary; what the model can draw is taken."""
+    """Raises RequestRejected for ids outside the model's vocabulary; what the model can draw is taken."""
     if ids and max(ids) >= tokenizer.vocab_size:
         raise RequestRejected(
             f"{param}: token id {max(ids)} is outside the vocabulary (0 to {tokenizer.vocab_size - 1}).",
@@ -152,7 +158,7 @@ def _template_variables(options: TemplateOptions, tokenizer: Tokenizer) -> dict[
     for name in given:
         if name in RESERVED or name in tokenizer.special or not name.isidentifier():
             raise RequestRejected(
-                f"chat_template_kwargs: '{name}' cannot be set there.", "chat_template_kwargs"
+                f"chat_template_kwargs: '{name}' cannot be set there: leave it out.", "chat_template_kwargs"
             )
     return given
 
@@ -166,6 +172,7 @@ def _require_nothing_lost(messages: Sequence[Message], text: str) -> None:
         for part in wanted:
             if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
                 raise RequestRejected(
-                    f"messages[{index}]: this model's chat template leaves out tool calls or tool results.",
+                    f"messages[{index}]: this model's chat template leaves out tool calls or tool results:"
+                    " write them into the content.",
                     "messages",
                 )

@@ -87,7 +87,9 @@ class Renderer:
         if delta.fingerprint is not None:
             if self._fingerprint not in (None, delta.fingerprint):
                 # one reply, one fingerprint: it stands beside all choices
-                raise FingerprintChanged("the choices of this request met verifiers with other fingerprints")
+                raise FingerprintChanged(
+                    "the choices met verifiers with different fingerprints: send the request again"
+                )
             self._fingerprint = delta.fingerprint
         return bool(delta.text or delta.finish_reason or choice.waiting >= MAX_WAITING)
 

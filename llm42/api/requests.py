@@ -46,7 +46,7 @@ Prompt = Annotated[
     Discriminator(
         _form,
         custom_error_type="prompt_form",
-        custom_error_message="Input should be a text, a list of token ids, or a list of either",
+        custom_error_message="must be a text, a list of token ids, or a list of either",
     ),
 ]
 
@@ -91,7 +91,7 @@ class GenerationBody(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: LogitBias | None = None
-    stop: Annotated[Stop | None, none_for("")] = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

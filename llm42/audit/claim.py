@@ -63,7 +63,7 @@ def differing(pairs: Mapping[str, tuple[Any, Any]]) -> str:
 def require_known(value: Mapping[str, Any], known: frozenset[str], form: str) -> None:
     """Raises BadRecord for a field that the record's form does not have: it would not be compared."""
     if unknown := sorted(set(value) - known):
-        raise BadRecord(f"unknown field {unknown[0]!r} in {form}")
+        raise BadRecord(f"unknown field {unknown[0]!r} in {form}: remove it (docs/audits.md has the fields)")
 
 
 def model_in(body: Mapping[str, Any] | None) -> Any:
@@ -77,7 +77,7 @@ def body_of(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if body is None:
         return None
     if not isinstance(body, Mapping) or not ("messages" in body or "prompt" in body):
-        raise BadRecord("request: the body of a completion or chat request is needed")
+        raise BadRecord("request: it must be the body of a completion or chat request")
     for name in ("deterministic", "is_deterministic"):
         require_deterministic(body.get(name), f"request.{name}")
     return body
@@ -111,16 +111,18 @@ def complete(claim: Claim) -> Claim:
         raise BadRecord("no fingerprint: only answers of deterministic requests can be audited")
     if claim.body is None and (claim.prompt is None or claim.sampling is None):
         missing = "prompt (token ids)" if claim.prompt is None else "sampling"
-        raise BadRecord(f"{missing} is missing, and there is no request that it follows from")
+        raise BadRecord(f"{missing} is missing: store it, or the request from which it follows")
     if claim.output is None and claim.receipt is None:
         if claim.text is None:
             raise BadRecord("no answer: output (token ids), text or a receipt is needed")
         if claim.body is None:
             raise BadRecord("text alone says too little: store the request beside it, or output (token ids)")
     if claim.prompt == () or claim.output == ():
-        raise BadRecord("an empty prompt or output holds nothing to compare")
+        raise BadRecord("the prompt or the output is empty: there is nothing to compare")
     if claim.receipt is not None and claim.receipt.output_len < 1:
         raise BadRecord("receipt: output_len must be 1 or more")
     if claim.logprobs is not None and claim.output is not None and len(claim.logprobs) != len(claim.output):
-        raise BadRecord(f"{len(claim.logprobs)} logprobs for {len(claim.output)} output tokens")
+        raise BadRecord(
+            f"{len(claim.logprobs)} logprobs for {len(claim.output)} output tokens: each needs one"
+        )
     return claim

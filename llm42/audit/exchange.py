@@ -39,7 +39,7 @@ SEEDS = 2**64
 
 
 def claims_of_exchange(value: Mapping[str, Any], line: int) -> Iterator[Claim]:
-    """One claim for each choice. Raises InvalidReceipt."""
+    """One claim for each choice. Raises BadRecord, and InvalidReceipt for a receipt in it."""
     require_known(value, FIELDS, "a record with a response")
     reply = value["response"]
     if not isinstance(reply, Mapping) or not isinstance(reply.get("choices"), list) or not reply["choices"]:
@@ -91,7 +91,9 @@ def _index(choice: Any, position: int, seen: set[int]) -> int:
         raise BadRecord("response.choices: JSON objects are needed")
     index = choice.get("index", position)
     if type(index) is not int or index < 0 or index in seen:
-        raise BadRecord(f"response.choices: {index!r} is no index, or there twice")
+        raise BadRecord(
+            f"response.choices: index {index!r} is not a whole number from 0 on, or is there twice"
+        )
     seen.add(index)
     return index
 
@@ -107,7 +109,7 @@ def _receipts(value: Mapping[str, Any], choices: int, where: str) -> Sequence[Re
     """`receipt` of the one choice, or `receipts` of all of them."""
     single, several = value.get("receipt"), value.get("receipts")
     if single is not None and several is not None:
-        raise BadRecord(f"{where}: receipt and receipts exclude each other")
+        raise BadRecord(f"{where}: it has receipt and receipts: keep one of them")
     found = [single] if single is not None else several
     if found is None:
         return [None] * choices
@@ -139,7 +141,7 @@ def _with_receipt(
     if first is None:
         return replace(of_receipt(receipt, claim.line, claim.choice), contradiction=odd)
     same = first.signed_fields() == receipt.signed_fields()
-    ids = {"prompt in it": (first.prompt, receipt.prompt), "output in it": (first.output, receipt.output)}
+    ids = {"prompt": (first.prompt, receipt.prompt), "output": (first.output, receipt.output)}
     odd = odd or (
         "" if same else "the record contradicts itself: the receipt beside the reply is another one"
     )
@@ -148,7 +150,7 @@ def _with_receipt(
         second=receipt,
         prompt=first.prompt or receipt.prompt,
         output=first.output or receipt.output,
-        contradiction=odd or differing({f"receipt beside the reply, by the {n},": p for n, p in ids.items()}),
+        contradiction=odd or differing({f"{n} of the receipt beside the reply": p for n, p in ids.items()}),
     )
 
 

@@ -55,7 +55,7 @@ def read_records(path: Path) -> Records:
     except OSError as error:
         raise AuditFileError(f"{path}: {error.strerror or error}") from error
     if not (records.claims or records.bad):
-        raise AuditFileError(f"{path} holds no records")
+        raise AuditFileError(f"{path} holds no records: one JSON object a line is needed (docs/audits.md)")
     return records
 
 
@@ -94,7 +94,7 @@ def _json(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRecord(f"not JSON that can be read: {error}") from error
     if not isinstance(value, dict):
-        raise BadRecord("a record is a JSON object")
+        raise BadRecord("a record must be a JSON object")
     return value
 
 
@@ -107,7 +107,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, item in pairs:
         if name in value:
-            raise BadRecord(f"{name!r} is there twice in one object")
+            raise BadRecord(f"{name!r} is there twice in one object: remove one")
         value[name] = item
     return value
 

@@ -34,14 +34,15 @@ def manifest_of(value: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]] | Non
     if manifest is None:
         raise BadRecord("manifest: a JSON object is needed")
     if fingerprint_of(manifest) != name:
-        raise BadRecord(f"manifest: its fingerprint is {fingerprint_of(manifest)}, not {name!r}")
+        raise BadRecord(f"manifest: its fingerprint is {fingerprint_of(manifest)}, and {name!r} is given")
     return str(name), manifest
 
 
 def claims_of(value: Any, line: int) -> list[Claim]:
-    """The outputs that a record holds: one, or one for each choice of a reply. Raises InvalidReceipt."""
+    """The outputs that a record holds: one, or one for each choice of a reply. Raises BadRecord, and
+    InvalidReceipt for a receipt in it."""
     if not isinstance(value, Mapping):
-        raise BadRecord("a record is a JSON object")
+        raise BadRecord("a record must be a JSON object")
     require_plain(value)
     if "response" in value:
         return list(claims_of_exchange(value, line))
@@ -92,6 +93,6 @@ def _require_length(
         return
     length = receipt.prompt_len if receipt is not None else None if prompt is None else len(prompt)
     if length is None:
-        raise BadRecord("prompt_len: there is no prompt (token ids) beside it")
+        raise BadRecord("prompt_len: store the prompt (token ids) or a receipt beside it")
     if type(said) is not int or said != length:
         raise BadRecord(f"prompt_len is {said!r}; the prompt has {length} tokens")

@@ -26,7 +26,7 @@ CONCURRENCY = 4
 ATTEMPTS = 8
 TIMEOUT_S = 1800.0
 RETRIED = (429, 502, 503)
-STRANGER = "what answers there is no LLM-42 server (a JSON object is needed): look at the URL"
+STRANGER = "what answers there is not an LLM-42 server: check the URL"
 FINDING = TypeAdapter(Finding)
 Numbered = list[tuple[int, dict[str, Any]]]
 
@@ -45,7 +45,7 @@ class RemoteAudit:
     """A client of one server."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """url: the server's root, such as http://127.0.0.1:8000."""
+        """url: the server's root, such as http://127.0.0.1:8000. Raises ServerProblem for what is no URL."""
         if not url.startswith(("http://", "https://")):
             raise ServerProblem(f"{url}: a URL such as http://127.0.0.1:8000 is needed")
         self._url = url.rstrip("/").removesuffix("/v1")

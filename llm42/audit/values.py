@@ -27,7 +27,7 @@ def require_plain(value: Any) -> None:
                 _require_text(item)
             elif isinstance(item, float):
                 if not math.isfinite(item):
-                    raise BadRecord("a number is too large for a double, or none at all")
+                    raise BadRecord("a number is NaN, infinite, or too large for a double")
             elif isinstance(item, Mapping):
                 below += item.keys()
                 below += item.values()
@@ -43,7 +43,7 @@ def _require_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRecord(f"text that is not valid Unicode: {error.reason}") from error
+        raise BadRecord(f"a text is not valid Unicode: {error.reason}") from error
 
 
 def text_of(value: Mapping[str, Any], name: str) -> str | None:
@@ -63,7 +63,8 @@ def object_of(value: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
 
 
 def ids_of(value: Mapping[str, Any], name: str) -> tuple[int, ...] | None:
-    """A field of token ids, if it is there. Raises InvalidReceipt."""
+    """A field of token ids, if it is there. Raises BadRecord, and InvalidReceipt for a number that is no
+    id."""
     found = value.get(name)
     if found is None:
         return None

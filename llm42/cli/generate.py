@@ -23,7 +23,7 @@ def run_generate(
     deterministic: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Prints the answer while it comes, or as one JSON object at its end. raw: the prompt is text to go on
-    with, not a chat message. Raises LLM42Error."""
+    with, not a chat message. Raises LLM42Error; RequestRejected for a prompt that is empty or too long."""
     with Steps() as steps, Local(settings, verifier=deterministic, progress=steps) as local:
         steps.done()
         tokenizer = local.tokenizer
@@ -33,8 +33,9 @@ def run_generate(
             ids = tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": prompt}]))
         context, ends = settings.model.max_model_len, tokenizer.eos_token_ids
         if not ids or len(ids) + max_tokens > context:
-            told = f"{len(ids)} tokens of prompt and {max_tokens} of answer exceed the context, {context}."
-            raise RequestRejected(told if ids else "The prompt has no tokens.")
+            told = f"{len(ids)} tokens of prompt and {max_tokens} of answer exceed the context, {context}:"
+            told += " shorten the prompt or lower --max-tokens."
+            raise RequestRejected(told if ids else "The prompt is empty: give some text.")
         request = Request("generate", tuple(ids), max_tokens, sampling, deterministic, stop_token_ids=ends)
         asyncio.run(_print_answer(local, request, as_json))
 

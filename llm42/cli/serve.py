@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.markup import escape
 from llm42.cli.progress import Steps
 from llm42.config import Settings
 from llm42.errors import LaunchFailed
+from llm42.telemetry.logs import configure
 from llm42_serve.launch import Service
 from llm42_serve.preflight import default_metrics_port
 
@@ -36,17 +38,19 @@ def run_serve(settings: Settings, host: str | None, port: int | None, metrics_po
             _announce(service.url, settings, problem)
             command = "python -m llm42" if sys.argv[0].endswith("__main__.py") else sys.argv[0]
             out.print(f"\nMetrics; live: {command} top {service.metrics_url}", soft_wrap=True)
-            until_interrupted()
+            configure(telemetry, "serve")
+            until_interrupted(service.verifier_news())
             err.print("Stopping ...")
     except KeyboardInterrupt:
         err.print("Interrupted; nothing is left running.")
 
 
-def until_interrupted() -> None:
-    """Sleeps until Ctrl-C or SIGTERM. In short pieces: a signal that the kernel gives to another thread does
-    not wake this one, and Python's handlers run in this one only."""
+def until_interrupted(look: Callable[[], None] = lambda: None) -> None:
+    """Waits for Ctrl-C or SIGTERM, and looks each second. In short pieces: a signal that the kernel gives to
+    another thread does not wake this one, and Python's handlers run in this one only."""
     with suppress(KeyboardInterrupt):
         while True:
+            look()
             time.sleep(1.0)
 
 

@@ -63,7 +63,7 @@ class Page:
                 f"No metrics at {url} ({reason}). `llm42 serve` prints the address of its metrics page."
             ) from error
         if not page.samples:
-            raise NoMetrics(f"{url} has no metrics of LLM-42.")
+            raise NoMetrics(f"{url} has no metrics of LLM-42: check the URL (`llm42 serve` prints it).")
         return page
 
     def total(self, name: str, **where: str) -> float:

@@ -34,5 +34,7 @@ class AuditSettings(Section):
     @model_validator(mode="after")
     def _known_key(self) -> AuditSettings:
         if self.signing_key is not None and self.signing_key not in self.keys:
-            raise ValueError(f"audit.signing_key {self.signing_key!r} is not one of audit.keys")
+            raise ValueError(
+                f"audit.signing_key {self.signing_key!r} is not one of audit.keys: add its file there"
+            )
         return self

@@ -23,7 +23,9 @@ class Section(BaseModel):
         """pydantic takes true for 1, and YAML reads `yes` and `on` as true."""
         wanted = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
-            raise ValueError("true or false (in YAML also yes, no, on and off) is not what stands here")
+            raise ValueError(
+                "true and false are no values for it (YAML reads yes, no, on and off as these: use quotes)"
+            )
         return value
 
 

@@ -28,8 +28,8 @@ def read_serve_config(path: str | Path) -> Settings:
     if "applications" not in data:
         if misplaced := sorted(set(data) & set(_TOP)):
             raise LaunchFailed(
-                f"{source}: {misplaced[0]}: a file of settings, without `applications`, has no options of Ray"
-                " Serve (server.host and server.port are settings)"
+                f"{source}: {misplaced[0]}: only a file with `applications` has options of Ray Serve. Here"
+                " set server.host and server.port, or put the settings under applications[0].args"
             )
         return absolute(Settings.load(data))
     return absolute(Settings.load(_settings(source, data)))
@@ -85,11 +85,11 @@ def _require_known(
     for name, value in found.items():
         if name not in known:
             raise LaunchFailed(
-                f"{source}: {where}{name}: there is no such name here; known are {', '.join(known)}"
+                f"{source}: {where}{name}: unknown name: correct or remove it; known here: {', '.join(known)}"
             )
         honoured = known[name]
         if honoured is not None and value not in (*honoured, None, "", [], {}):
-            raise _refusal(source, f"{where}{name}", f"`llm42 serve` does not honour {value!r}")
+            raise _refusal(source, f"{where}{name}", f"`llm42 serve` cannot apply {value!r}: remove it")
 
 
 def _mapping(source: Path, value: Any, where: str) -> Mapping[str, Any]:
@@ -101,9 +101,7 @@ def _mapping(source: Path, value: Any, where: str) -> Mapping[str, Any]:
 
 
 def _refusal(source: Path, where: str, why: str) -> LaunchFailed:
-    return LaunchFailed(
-        f"{source}: {where}: {why}. On a cluster such a file is run by: serve deploy {source}"
-    )
+    return LaunchFailed(f"{source}: {where}: {why}. To run the file on a Ray cluster: serve deploy {source}")
 
 
 def absolute(settings: Settings) -> Settings:

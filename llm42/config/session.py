@@ -48,5 +48,8 @@ class SessionSettings(Section):
     @model_validator(mode="after")
     def _order(self) -> SessionSettings:
         if not self.min_window <= self.start_window <= self.max_window <= self.lookahead:
-            raise ValueError("session: need min_window <= start_window <= max_window <= lookahead")
+            raise ValueError(
+                "session: min_window <= start_window <= max_window <= lookahead must hold; they are"
+                f" {self.min_window}, {self.start_window}, {self.max_window} and {self.lookahead}"
+            )
         return self

@@ -18,8 +18,8 @@ from llm42.config.verifier import GPU_DEFAULTS, VerifierSettings
 from llm42.config.watch import WatchSettings
 from llm42.config.yaml_file import read_yaml
 
-BY_OTHERS = (*(f"verifier.{name}" for name in GPU_DEFAULTS), "verifier.gpus", "session.mode")
-"""Settings that others decide, model.device or engine.kind, where they are null."""
+BY_OTHERS = (*(f"verifier.{name}" for name in GPU_DEFAULTS), "verifier.gpus", "session.mode", "model.name")
+"""Settings that others decide, model.device, engine.kind or model.path, where they are null."""
 
 
 class Settings(Section):
@@ -39,7 +39,7 @@ class Settings(Section):
         if self.model.device == "cuda":
             return self
         if self.engine.vllm.structured_outputs:  # vLLM's CPU build ends them with an error of its own
-            raise ValueError("engine.vllm.structured_outputs needs model.device 'cuda'")
+            raise ValueError("engine.vllm.structured_outputs needs model.device 'cuda': leave it at false")
         if (wanted := self.verifier.affinity) != "none":
             raise ValueError(f"verifier.affinity {wanted!r} needs model.device 'cuda': leave it at 'none'")
         return self
@@ -48,7 +48,10 @@ class Settings(Section):
     def _without_engine(self) -> Settings:
         kv_tokens, longest = self.verifier.kv_tokens, self.model.max_model_len
         if kv_tokens is None and (self.engine.decodes or self.model.device != "cuda"):
-            raise ValueError("verifier.kv_tokens: only a GPU that verifiers have to themselves has a rest")
+            raise ValueError(
+                "verifier.kv_tokens null takes what is left of a GPU that a verifier has to itself: it needs"
+                " engine.kind canonical and model.device cuda. Set a number of tokens"
+            )
         if self.engine.decodes:
             return self
         if self.session.mode != "direct":

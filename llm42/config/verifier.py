@@ -88,5 +88,5 @@ class VerifierSettings(Section):
     @model_validator(mode="after")
     def _sorted(self) -> VerifierSettings:
         if list(self.buckets) != sorted(set(self.buckets)) or not self.buckets or self.buckets[0] < 1:
-            raise ValueError("verifier.buckets must be distinct positive row counts in rising order")
+            raise ValueError("verifier.buckets must be row counts above 0, in rising order, each once")
         return self

@@ -26,7 +26,10 @@ def _mapping_of(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         name = key.value if isinstance(key, yaml.ScalarNode) else None
         if name is not None and key.tag != "tag:yaml.org,2002:merge" and name in seen:
             raise yaml.constructor.ConstructorError(
-                "while reading a mapping", node.start_mark, f"{name!r} stands twice in it", key.start_mark
+                "while reading a mapping",
+                node.start_mark,
+                f"{name!r} is there twice: remove one",
+                key.start_mark,
             )
         seen.add(name)
     loader.flatten_mapping(node)
@@ -46,5 +49,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise YamlProblem(f"{path}: a mapping of names to values is needed, not {type(data).__name__}")
+        raise YamlProblem(f"{path}: the file must be a mapping of names to values, not {type(data).__name__}")
     return data

@@ -35,7 +35,7 @@ class EngineOutput:
     """With an error: the field of the request that is to blame, if one is."""
 
 
-SAME_ID = "two requests with this id at a time: each needs an id of its own"
+SAME_ID = "two requests with this id are under way: each needs an id of its own"
 """How both of them end: either's owner would abort the other by its id, and leave it waiting for ever."""
 
 Sink = Callable[[EngineOutput], None]
@@ -65,16 +65,18 @@ class Engine(Protocol):
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
         """Starts a request that may produce output tokens up to number `limit` (lookahead bound).
 
-        It goes on after `request.output`: the first token it reports is number len(request.output).
+        It goes on after `request.output`: the first token it reports is number len(request.output). Raises
+        RequestRejected for what can never fit or cannot be computed, Overloaded when the engine has ended.
         """
         ...
 
     def extend(self, request_id: str, limit: int) -> None:
-        """Renews the lookahead bound: a held request goes on."""
+        """Renews the lookahead bound, in output tokens: a held request goes on. Unknown ids are ignored."""
         ...
 
     def rollback(self, request_id: str, output: Sequence[int], epoch: int, limit: int) -> None:
-        """Makes the request's output exactly `output` and goes on from there; later outputs carry `epoch`."""
+        """Makes the request's output exactly `output` and goes on from there, up to output token number
+        `limit`; later outputs carry `epoch`. Unknown ids are ignored."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -96,7 +98,8 @@ class Engine(Protocol):
 
     @property
     def times(self) -> StepTimes:
-        """How long its steps take, by the requests that they decode."""
+        """How long its steps take, in seconds, by the requests that they decode. May be read from any
+        thread."""
         ...
 
 
@@ -109,7 +112,8 @@ def require_room(request: Request, positions: int, kv_tokens: int | None = None)
         text = f"need {needed} tokens of KV cache; this server has {kv_tokens} (engine.kv_tokens)"
     else:
         return
-    raise RequestRejected(f"prompt and max_tokens {text}", "max_tokens", "context_length_exceeded")
+    advice = "shorten the prompt or lower max_tokens"
+    raise RequestRejected(f"prompt and max_tokens {text}: {advice}", "max_tokens", "context_length_exceeded")
 
 
 def require_known_ids(request: Request, vocab_size: int) -> None:

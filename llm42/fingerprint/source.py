@@ -30,6 +30,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42/__main__.py": _ASKS,
     "llm42/errors.py": _REFUSES,
     "llm42/step_times.py": _CHOOSES,
+    "llm42/validation.py": "what is said instead of an output",
     "llm42/audit/*": _COMPARES,
     "llm42/cli/*": _ASKS,
     "llm42/config/*": "the values of the settings that count are in the manifest",
@@ -57,6 +58,7 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42_serve/placement.py": "which replica or verifier answers, which may be any",
     "llm42_serve/preflight.py": _STARTS,
     "llm42_serve/ray_*.py": _STARTS,
+    "llm42_serve/ingress/lingering.py": "drops what is left of a request that has its answer",
     "llm42_serve/ingress/proxy_replies.py": "what is said where the application is not there",
     "llm42_serve/ingress/router.py": "which replica answers, which may be any",
     "llm42_serve/replica/admission.py": _REFUSES,
@@ -64,7 +66,9 @@ NOT_IN_AN_OUTPUT: dict[str, str] = {
     "llm42_serve/replica/spot_check.py": _COMPARES,
     "llm42_serve/replica/supervisor_link.py": _STARTS,
     "llm42_serve/verifiers/load.py": _REFUSES,
+    "llm42_serve/verifiers/membership.py": _STARTS,
     "llm42_serve/verifiers/names.py": _STARTS,
+    "llm42_serve/verifiers/news.py": _TELLS,
     "llm42_serve/verifiers/scaling.py": _STARTS,
     "llm42_serve/verifiers/supervisor.py": _STARTS,
     "llm42_serve/verifiers/watch.py": _STARTS,
@@ -79,7 +83,7 @@ def code_hash() -> str:
 
 
 def folder_of(package: str) -> Path:
-    """Where an installed package's source lies."""
+    """Where an installed package's source lies. Raises ModuleNotFoundError for one that is not installed."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{package} is not installed, and its code is part of the fingerprint")

@@ -61,7 +61,7 @@ def loads_of(settings: Settings, concurrent: Sequence[int], requests: int | None
     """What is measured: each number at a time, decoding alone and mixed. Raises TooMany."""
     most = settings.engine.places
     if too_many := [n for n in concurrent if n > most]:
-        raise TooMany(f"--concurrent {too_many[0]}: the engine decodes {most} at a time (see its settings)")
+        raise TooMany(f"--concurrent {too_many[0]}: the engine decodes {most} at a time: ask for fewer")
     sizes = concurrent or [n for n in SIZES[settings.model.device] if n <= most] or [most]
     return [Load(kind, n, requests or ROUNDS * n) for n in sizes for kind in ("decode", "mixed")]
 

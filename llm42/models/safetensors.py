@@ -23,6 +23,7 @@ class SafetensorsSource:
     """weights.TensorSource over a directory. Headers are checked at once, values are read on demand."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises ModelFileError, and UnsupportedModel for a type of tensor that is not read."""
         self.files, placed = _files(directory)
         self._index = directory / INDEX if placed is not None else self.files[0]
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -45,7 +46,7 @@ class SafetensorsSource:
         return str(self._file_of.get(name, self._index))
 
     def read(self, name: str) -> Tensor:
-        """The tensor in the file's own dtype."""
+        """The tensor in the file's own dtype, on the CPU. Raises ModelFileError."""
         file = self._file_of[name]
         try:
             with safe_open(file, framework="pt") as opened:
@@ -73,7 +74,8 @@ def _files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Name -> {"dtype", "shape", "data_offsets"}; checked against the file's length.
+    """Name -> {"dtype", "shape", "data_offsets"}; checked against the file's length. Raises ModelFileError,
+    and UnsupportedModel for a type that is not read.
 
     The library would refuse a truncated file too, but without saying which tensor is cut.
     """

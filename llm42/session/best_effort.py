@@ -48,7 +48,8 @@ class Moved(DirectDrive):
         self.shared.counted = replace(now)
 
     def commit(self, commit: Commit) -> list[Action]:
-        """A verifier that contradicts itself ends nothing here: the engine goes on."""
+        """A verifier that contradicts itself ends nothing here: the engine goes on after the
+        VerificationFailed that this raises."""
         try:
             return super().commit(commit)
         except ValueError as error:

@@ -185,7 +185,7 @@ class Drive(ABC):
         shared = self.shared
         shared.fingerprint = shared.fingerprint or commit.fingerprint
         if self.request.deterministic and commit.fingerprint != shared.fingerprint:
-            raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
+            raise FingerprintChanged("the verifiers now have another fingerprint: send the request again")
 
     def delta(self, emitted: Emit, fingerprint: str | None) -> Delta:
         """Committed tokens as the client gets them; a stop string in their text ends the session."""

@@ -121,7 +121,7 @@ class Generator:
         if room is not None and needed > room:
             raise RequestRejected(
                 f"prompt and max_tokens need {needed} tokens of KV cache; a verifier has {room}"
-                " (verifier.kv_tokens)",
+                " (verifier.kv_tokens): shorten the prompt or lower max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
             )

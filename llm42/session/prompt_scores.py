@@ -68,7 +68,7 @@ async def score_prompt(
 def _scores(window: Window, commit: Commit, fingerprint: str) -> tuple[TokenLogprob, ...]:
     """Those of the window's candidates; the last one of a commit is of a token that nobody asked for."""
     if commit.fingerprint != fingerprint:
-        raise FingerprintChanged("the verifiers were replaced by others with another fingerprint")
+        raise FingerprintChanged("the verifiers now have another fingerprint: send the request again")
     if not len(window.candidates) == commit.accepted == len(commit.logprobs) - 1:
         raise VerificationFailed(f"{commit.accepted} of {len(window.candidates)} given tokens were scored")
     return commit.logprobs[:-1]

@@ -82,7 +82,9 @@ def judged(failure: Failure | Exception, timeout_s: float) -> Failed:
         again = Again.COUNTED if isinstance(failure, StepFailed) else Again.FREE
         return Failed(VerifierUnavailable(str(failure)), again, failure.code)
     if isinstance(failure, TimeoutError):
-        silent = VerifierUnavailable(f"no answer from the verifier in {timeout_s:g} s")
+        silent = VerifierUnavailable(
+            f"no answer from the verifier in {timeout_s:g} s: send the request again"
+        )
         return Failed(silent, Again.COUNTED, "timeout")
     log.error("verify call failed", exc_info=failure)  # a bug, but the client must hear of it
     name = type(failure).__name__

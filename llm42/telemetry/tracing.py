@@ -80,6 +80,7 @@ class OtelTracer(Tracer):
         self._tracer, self._propagator = self._provider.get_tracer("llm42"), TraceContextTextMapPropagator()
 
     def start(self, name: str, parent: str, **attributes: Any) -> Span:
+        """A span that runs until its end. parent: a W3C traceparent, or "" for a trace of its own."""
         context = self._propagator.extract({_HEADER: parent})
         named = {f"llm42.{key}": value for key, value in attributes.items()}
         span = self._tracer.start_span(f"llm42.{name}", context, attributes=named)
@@ -90,6 +91,7 @@ class OtelTracer(Tracer):
         return _OtelSpan(span, carrier.get(_HEADER, ""))
 
     def close(self) -> None:
+        """Sends what is left."""
         self._provider.shutdown()
 
 

@@ -99,6 +99,7 @@ class Pieces:
     """The bytes of every token, and how the tokenizer's decoder joins them."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Raises UnsupportedModel for a decoder that joins pieces in another way than is known here."""
         decoder = json.loads(backend.to_str())["decoder"] or {"type": "none"}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         names = [step["type"] for step in steps]

@@ -79,7 +79,8 @@ def read_gguf(path: Path) -> TokenizerParts:
 
 
 def build_tokenizer(path: str, data: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer that `data` (keys `tokenizer.ggml.*`) describes. UnsupportedModel names the key."""
+    """The tokenizer that `data` (keys `tokenizer.ggml.*`) describes. Raises ModelFileError for a missing key,
+    and UnsupportedModel, which names the key."""
     values = {k.removeprefix(_PREFIX): v for k, v in data.items() if k.startswith(_PREFIX)}
     require_known(values, path, _USED | _HARMLESS, _NEUTRAL, _PREFIX)
     get = values.get

@@ -79,7 +79,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return made, frozenset(variables)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`text % values` prints the values; a difference of dictionary views is a set."""
+        """`text % values` prints the values; a difference of dictionary views is a set. Raises Unrepeatable
+        for what differs between processes."""
         if operator == "%" and isinstance(left, (str, bytes)):
             require_plain(right)
         result = super().call_binop(context, operator, left, right)

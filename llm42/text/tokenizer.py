@@ -114,7 +114,8 @@ class Tokenizer:
         return max(len(token) for token in self.backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """Token ids; `add_special` puts the model's beginning-of-text token in front where it wants one."""
+        """Token ids; `add_special` puts the model's beginning-of-text token in front where it wants one.
+        Raises RequestRejected for a lone surrogate."""
         try:
             text.encode()
         except UnicodeEncodeError as error:  # a lone surrogate: JSON can carry one

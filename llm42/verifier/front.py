@@ -158,7 +158,7 @@ class Front(ABC):
         """Computes a window and decodes on within its credit. sink is called on the step thread, once a step
         at most: with the window's Commit, then with one for each token; they end with the output, or with a
         Failure (for good) or an error (a new window may go on). An older follower of the same id sends
-        nothing any more. Raises as `submit`."""
+        nothing any more. Raises as `submit`: Overloaded, VerifierUnavailable."""
         if self._closed:
             raise VerifierUnavailable("the verifier is closed")
         refusal = refusal_of(window, self.max_len, self.vocab_size, self._store.fits)

@@ -169,7 +169,7 @@ def test_what_is_no_llm42_server_is_said(tmp_path: Path, config: Path, answer: b
     with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
         result = audited_by(server, tmp_path, config)
     assert result.exit_code == 3, result.output
-    assert "no LLM-42 server" in " ".join(result.output.split())
+    assert "not an LLM-42 server" in " ".join(result.output.split())
 
 
 class Refusing(http.server.BaseHTTPRequestHandler):

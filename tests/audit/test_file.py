@@ -104,7 +104,7 @@ def test_the_seed_of_the_reply_never_replaces_the_requests() -> None:
 
 BAD: list[tuple[Any, str]] = [
     ("{", "not JSON"),
-    ("[1]", "a record is a JSON object"),
+    ("[1]", "a record must be a JSON object"),
     ('{"a": NaN}', "NaN is not JSON"),
     ("[" * 100_000, "not JSON"),
     ({}, "no fingerprint"),
@@ -132,11 +132,11 @@ BAD: list[tuple[Any, str]] = [
     (RECEIPT | {"text": "yo"}, "unknown field 'text'"),
     (FLAT | {"finish": "stop"}, "unknown field 'finish'"),
     (FLAT | {"prompt": [1], "prompt_len": True}, "prompt_len is True"),
-    (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "no prompt"),
+    (FLAT | {"prompt": None, "request": BODY, "prompt_len": 2}, "store the prompt"),
     ({"request": BODY, "response": REPLY, "output": [3]}, "unknown field 'output'"),
     ({"request": BODY, "response": REPLY, "fingerprint": "llm42-x"}, "unknown field 'fingerprint'"),
     ({"request": BODY, "response": REPLY, "receipt": RECEIPT}, "record: one receipt for each"),
-    ({"response": REPLY, "receipt": RECEIPT, "receipts": [RECEIPT] * 2}, "exclude each other"),
+    ({"response": REPLY, "receipt": RECEIPT, "receipts": [RECEIPT] * 2}, "it has receipt and receipts"),
     ({"request": BODY | {"deterministic": False}, "response": REPLY}, "request.deterministic is False"),
     ({"request": BODY | {"is_deterministic": 0}, "response": REPLY}, "request.is_deterministic is 0"),
     ({"request": BODY, "response": REPLY | {"llm42": {"deterministic": False}}}, "llm42.deterministic is"),

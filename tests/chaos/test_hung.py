@@ -16,8 +16,8 @@ import pytest_asyncio
 from ray.exceptions import RayError
 
 from llm42_serve.launch import Service
+from llm42_serve.verifiers.membership import Membership
 from llm42_serve.verifiers.names import get_actor, supervisor_name
-from llm42_serve.verifiers.supervisor import Membership
 from tests.chaos.conftest import application, in_mode, with_server
 from tests.chaos.support import App, deterministic
 from tests.support import Lab

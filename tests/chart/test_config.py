@@ -163,6 +163,21 @@ def test_replicas_without_an_engine_have_pods_without_a_gpu() -> None:
     assert args["server"]["verifiers"] == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "config", "name"),
+    [
+        ("''", "", "Qwen3-8B"),
+        ("Qwen3-8B-Q4_K_M.gguf", "", "Qwen3-8B"),
+        ("other", "", "other"),
+        ("''", "model: {name: mine}", "mine"),
+    ],
+)
+def test_a_model_of_the_hub_has_its_name_and_not_the_commits(path: str, config: str, name: str) -> None:
+    hub = f"{{repo: Qwen/Qwen3-8B, revision: {'a' * 40}}}"
+    values = f"model: {{source: huggingface, path: {path}, huggingface: {hub}}}\nconfig: {{{config}}}"
+    assert settings(helm.serve_config(helm.render(values=values)))["model.name"] == name
+
+
 def test_colocated_roles_fit_one_pod_together() -> None:
     pods, (fast, verifier) = announced("gpu-colocated"), demands("gpu-colocated")
     both = {name: fast.get(name, 0) + verifier.get(name, 0) for name in {*fast, *verifier}}

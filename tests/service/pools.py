@@ -13,8 +13,8 @@ from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
+from llm42_serve.verifiers.membership import MemberInfo, Membership
 from llm42_serve.verifiers.outboxes import Outboxes
-from llm42_serve.verifiers.supervisor import MemberInfo, Membership
 from llm42_serve.wire import Down, Up
 from tests.service.stand_ins import Call, answer
 

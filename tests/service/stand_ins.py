@@ -42,7 +42,7 @@ class Actor:
         self.name, self.fingerprint, self.dead, self.off = name, fingerprint, False, 0.0
         self.healthy, self.windows, self.queue_s, self.waiting = True, 0, 0.0, 0
         self.state: State = "ready"
-        self.asked, self.node = 0, "node"
+        self.asked, self.node, self.pid = 0, "node", 1
         self.work: dict[str, Any] = {}
         """What else it says of itself."""
         self.pending = False
@@ -69,7 +69,7 @@ class Actor:
     def said(self) -> VerifierStatus:
         counters = (self.windows, self.queue_s, self.waiting, 0)
         fingerprint = self.fingerprint if self.state == "ready" else None
-        return VerifierStatus(self.state, fingerprint, "", 1, *counters, self.node, **self.work)
+        return VerifierStatus(self.state, fingerprint, "", self.pid, *counters, self.node, **self.work)
 
     def _verify_cold(self, windows: list[Window]) -> list[Commit]:
         return [answer(w, self.off, self.fingerprint) for w in windows]

@@ -15,7 +15,7 @@ from tests.service.scripted import assert_error, chat, client, completion
 NOTHING: dict[str, Any] = {
     "allowed_token_ids": [], "bad_words": [], "return_tokens_as_token_ids": False, "detokenize": True,
     "truncate_prompt_tokens": -1, "structured_outputs": {}, "mm_processor_kwargs": {},
-    "include_reasoning": True, "top_logprobs": 0, "stop": "", "stop_token_ids": [], "logit_bias": {},
+    "include_reasoning": True, "top_logprobs": 0, "stop": [], "stop_token_ids": [], "logit_bias": {},
     "rid": "r", "session_id": "s", "cache_prompt": True, "prediction": {"type": "content", "content": "x"},
     "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k",
     "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "functions": [],

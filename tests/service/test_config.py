@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from llm42.config import BY_OTHERS, GPU_DEFAULTS, SessionSettings, Settings
+from llm42.config import BY_OTHERS, GPU_DEFAULTS, ModelSettings, SessionSettings, Settings
 from llm42.config.serve_file import absolute, read_serve_config
 from llm42.errors import LaunchFailed
 from llm42_kernels.cublas import CUBLAS_ENVIRONMENT
@@ -28,7 +28,7 @@ OWN: dict[str, dict[str, Any]] = {
     "": {},
     "canonical": {"engine": {"kind": "canonical"}},
     "gpu": {
-        "model": {"path": "/models/model", "name": "model", "device": "cuda", "max_model_len": 8192},
+        "model": {"path": "/models/model", "device": "cuda", "max_model_len": 8192},
         "engine": {"kind": "vllm"},
     },
 }
@@ -224,3 +224,24 @@ def test_a_port_in_use_is_said_before_anything_is_started() -> None:
         taken.listen()
         with pytest.raises(LaunchFailed, match="--port"):
             require_free_port("127.0.0.1", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/Qwen3-8B", "Qwen3-8B"),
+        ("/models/Qwen3-8B/", "Qwen3-8B"),
+        ("models/llama-3-8b-Q4_K_M.gguf", "llama-3-8b"),
+        ("models/tiny.F16.GGUF", "tiny"),
+        ("models/tiny-iq4_xs.gguf", "tiny"),
+        ("models/plain.gguf", "plain"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/0123abcd", "Qwen3-8B"),
+        ("/", "model"),
+        (ModelSettings().path, ModelSettings().name),
+    ],
+)
+def test_a_model_that_nobody_has_named_has_its_name_from_its_path(path: str, name: str) -> None:
+    for model in ({"path": path}, {"path": path, "name": None}):
+        assert Settings.load({"model": model}).model.name == name
+    assert Settings.load({"model": {"path": path, "name": "mine"}}).model.name == "mine"
+    assert Settings.load({"model": {"name": None}}).model.name == "SmolLM2-135M-Instruct"

@@ -40,12 +40,12 @@ async def test_keys_of_file_and_settings_count(tmp_path: Path, tokenizer: Tokeni
     ("text", "said"),
     [
         (None, "No such file"),
-        ("", "must have the name api_keys"),
+        ("", "a mapping with api_keys as its only name"),
         ("[1]", "a mapping"),
         ("api_keys: []", "there are no keys in it"),
-        ("{api_keys: [], more: 1}", "and no other"),
-        ("api_keys: [{name: x, sha256: the-key-itself}]", "wrong: 0.sha256"),
-        ("api_keys: 7", "wrong: api_keys"),
+        ("{api_keys: [], more: 1}", "as its only name"),
+        ("api_keys: [{name: x, sha256: the-key-itself}]", "wrong or missing: 0.sha256"),
+        ("api_keys: 7", "wrong or missing: api_keys"),
     ],
 )
 def test_a_file_without_keys_opens_nothing(tmp_path: Path, text: str | None, said: str) -> None:

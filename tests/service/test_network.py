@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.error
+import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +14,7 @@ import pytest
 
 from llm42.config import Settings
 from llm42_serve.launch import Service
+from tests.service.serve_process import DIRECT
 from tests.service.served import on_the_tiny_model_only
 
 pytestmark = [pytest.mark.service, on_the_tiny_model_only]
@@ -86,3 +89,20 @@ async def test_sizes_without_measure(
     with pytest.raises(openai.BadRequestError) as caught:
         await aclient.completions.create(**ask)
     assert caught.value.param == param
+
+
+def test_who_sends_too_much_reads_the_refusal(service: Service, settings: Settings) -> None:
+    """Through Serve's proxy, again and again: urllib sends all of its body before it reads. Others are served
+    afterwards. The control is in test_lingering.py."""
+    url = f"{service.url}/v1/completions"
+    for length in (5 << 20, 20 << 20, 20 << 20, 20 << 20):
+        body = b'{"model": "' + b"x" * length
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            DIRECT.open(urllib.request.Request(url, body), timeout=300)
+        with caught.value as refusal:
+            error = json.loads(refusal.read())["error"]
+        assert (refusal.code, error["code"]) == (413, "body_too_large")
+    good = json.dumps({"model": settings.model.name, "prompt": "x", "max_tokens": 2}).encode()
+    asked = urllib.request.Request(url, good, {"Content-Type": "application/json"})
+    with DIRECT.open(asked, timeout=300) as reply:
+        assert reply.status == 200

@@ -18,7 +18,7 @@ from llm42_serve.replica.admission import Admission
 from llm42_serve.replica.member import Member
 from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.membership import MemberInfo, Membership
 from tests.service.pools import Handle, Published, pool_of, returns, window
 from tests.service.stand_ins import answer
 from tests.support import Clock

@@ -151,7 +151,7 @@ async def test_headers_for_serve_alone_do_not_pass() -> None:
         (b"accept", b"*/*"),
         (b"x-request-id", "café".encode()),
     ]
-    (made,) = middlewares()
+    made, _ = middlewares()
     application: Callable[..., Any] = made.cls(proxy)
     await application({"type": "http", "path": "/", "headers": given}, _nothing, send)
     assert seen == given[-2:]

@@ -56,7 +56,7 @@ REFUSALS: list[tuple[int, str | None, str, dict[str, Any], str]] = [
     (401, "invalid_api_key", "A valid API key", completion(prompt=SECRET), "nobody"),
     (403, "not_allowed", "The key 'never'", completion(prompt=SECRET, deterministic=True), "never"),
     (404, "model_not_found", "The model 'other'", completion(prompt=SECRET, model="other"), "full"),
-    (413, "body_too_large", "At most", completion(prompt=SECRET + " " * MAX_BYTES), "full"),
+    (413, "body_too_large", "The body is too long", completion(prompt=SECRET + " " * MAX_BYTES), "full"),
     (429, "overloaded", "Too many requests wait.", completion(prompt=SECRET), "full"),
 ]
 

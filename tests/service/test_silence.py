@@ -102,7 +102,9 @@ async def test_a_start_that_failed_is_repeated_after_a_pause(
     assert cluster.created == 1
     clock.now += module.START_PAUSE_S
     await until(lambda: cluster.created == 2)
-    await until(lambda: made._published(made._watched[0]) == cluster.actors[made._watched[0].name].said())
+    await until(
+        lambda: made._pool.published(made._watched[0]) == cluster.actors[made._watched[0].name].said()
+    )
     made._task.cancel()
 
 
@@ -151,7 +153,7 @@ async def test_a_new_supervisor_hears_all_before_it_settles_on_a_fingerprint(
     assert ((await second.membership()).fingerprint, (await states(second))[0]) == (None, "starting")
     for actor in others:
         actor.answering.set()
-    await until(lambda: second._fingerprint is not None)
-    assert second._fingerprint == "a"
+    await until(lambda: second._pool.fingerprint is not None)
+    assert second._pool.fingerprint == "a"
     assert await states(second) == ["mixed", "ready", "ready"]
     second._task.cancel()

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from llm42.config import Settings
+from llm42.telemetry import metrics as m
+from llm42_serve.verifiers import membership as membership_module
 from llm42_serve.verifiers import scaling
 from llm42_serve.verifiers import supervisor as module
 from llm42_serve.verifiers.actor import State
@@ -42,6 +45,26 @@ async def test_verifiers_are_created_adopted_and_replaced(cluster: Cluster) -> N
     second._task.cancel()
 
 
+async def test_a_process_that_ray_replaces_is_a_death_too(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor stays, so no call says that it has died. The control: a call that fails is none."""
+    counted: list[Any] = []
+    made = await started(cluster, verifiers=1)
+    monkeypatch.setattr(made._metrics, "inc", lambda metric, *_, **__: counted.append(metric))
+    (actor,) = cluster.actors.values()
+    actor.broken = ActorUnavailableError("it is away", b"0" * 16)
+    await until(lambda: made._watched[0].status is None)
+    actor.broken = None
+    await until(lambda: made._watched[0].status is not None)
+    assert counted == []
+    actor.pid = 2
+    await until(lambda: made._watched[0].pid == 2)
+    await looked(actor)
+    assert counted == [m.VERIFIER_DEATHS], "once"
+    made._task.cancel()
+
+
 async def test_mixed_fingerprints_are_refused_with_the_fields_that_differ(cluster: Cluster) -> None:
     name = verifier_names(Settings.load(QUICK), "model", 3)[1]
     cluster.fingerprints[name] = "b"
@@ -61,17 +84,17 @@ async def test_the_pool_changes_its_fingerprint_only_after_the_old_one_is_gone_f
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(module, "PIN_S", 10.0)
+    monkeypatch.setattr(membership_module, "PIN_S", 10.0)
     made = await started(cluster, verifiers=1)
     name = made._watched[0].name
     cluster.fingerprints[name] = "b"
     made._watched[0].handle.dead = True
-    await until(lambda: made._unpinned_since is not None)
+    await until(lambda: made._pool.unpinned_since is not None)
     clock.now += 9.0
     await asyncio.sleep(0.05)
     assert await states(made) == ["mixed"], "streams that hold the old fingerprint may still be running"
     clock.now += 2.0
-    await until(lambda: made._fingerprint == "b")
+    await until(lambda: made._pool.fingerprint == "b")
     assert await states(made) == ["ready"]
     made._task.cancel()
 
@@ -131,7 +154,7 @@ async def test_it_scales_by_queue_time(cluster: Cluster, monkeypatch: pytest.Mon
     await until(lambda: all(w.status for w in made._watched))
     assert cluster.created == len((await made.membership()).members) == 2
     busy.cancel()
-    await until(lambda: all(w.seen["queue_s"] == w.handle.queue_s for w in made._watched))
+    await until(lambda: all(w.seen.get("queue_s") == w.handle.queue_s for w in made._watched))
     await until(lambda: made._scaler._quiet_since is not None)
     clock.now += 1.0
     await until(lambda: made._scaler.wanted == 1)

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, RuntimeEnvSetupError
 from llm42.config import LEASE_MARGIN_S, Settings
 from llm42_serve.replica import supervisor_link, verifier_pool
 from llm42_serve.replica.supervisor_link import SupervisorLink
-from llm42_serve.verifiers.supervisor import Membership
+from llm42_serve.verifiers.membership import Membership
 from tests.service.pools import Published, pool_of, raises, window
 from tests.service.stand_ins import answer
 

@@ -39,7 +39,7 @@ def test_what_a_start_without_verifiers_leaves(
     ("tree", "line"),
     [
         ({"engine": {"max_bacth": 3}},
-         "engine.max_bacth: there is no such setting (serve_config.yaml has all)"),
+         "engine.max_bacth: unknown setting: correct or remove it (serve_config.yaml has all)"),
         ({"verifier": {"affinity": "vllm"}},
          "verifier.affinity 'vllm' needs model.device 'cuda': leave it at 'none'"),
     ],

@@ -238,13 +238,14 @@ def test_every_module_that_makes_an_output_counts(tmp_path: Path) -> None:
 
 
 USED_BY_WHAT_COUNTS = {
-    *("llm42/__init__.py", "llm42/errors.py", "llm42/config/__init__.py"),
+    *("llm42/__init__.py", "llm42/errors.py", "llm42/config/__init__.py", "llm42/validation.py"),
     *("llm42/telemetry/__init__.py", "llm42/telemetry/logs.py"),
     *("llm42/telemetry/metrics.py", "llm42/telemetry/tracing.py"),
     *("llm42/telemetry/request_metrics.py", "llm42/engine/base.py", "llm42/engine/build.py"),
     *("llm42/api/audit_routes.py", "llm42/api/errors.py", "llm42/api/keys.py"),
     *("llm42/api/docs_page.py", "llm42/api/text_routes.py"),
     *("llm42_serve/verifiers/names.py", "llm42_serve/verifiers/supervisor.py", "llm42_serve/ray_metrics.py"),
+    "llm42_serve/verifiers/membership.py",
     *("llm42_serve/replica/admission.py", "llm42_serve/replica/spot_check.py"),
     *("llm42_serve/replica/supervisor_link.py", "llm42_serve/placement.py"),
     *("llm42_serve/replica/crowding.py", "llm42_serve/verifiers/load.py"),

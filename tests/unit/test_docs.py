@@ -115,6 +115,31 @@ def test_a_planted_fault_is_found(text: str, fault: str, tmp_path: Path) -> None
     assert all(fault in line for line in found)
 
 
+def unlisted(folder: Path) -> set[str]:
+    """Pages that no README.md links, of their own folder or of one above it in `folder`."""
+    found = set()
+    for page in set(folder.rglob("*.md")) - {folder / "README.md"}:
+        indexes = (up / "README.md" for up in page.parents if up.is_relative_to(folder))
+        listed = {file for index in indexes if index.exists() for _, _, file, _ in links(index)}
+        if page.resolve() not in listed:
+            found.add(page.relative_to(folder).as_posix())
+    return found
+
+
+def test_the_index_has_every_page() -> None:
+    assert unlisted(ROOT / "docs") == set()
+
+
+def test_a_page_that_the_index_lacks_is_found(tmp_path: Path) -> None:
+    """The control."""
+    (tmp_path / "part").mkdir()
+    for page in ("README.md", "a.md", "b.md", "part/README.md", "part/c.md", "part/d.md"):
+        (tmp_path / page).write_text("")
+    (tmp_path / "README.md").write_text("[a](a.md) [part](part/README.md)")
+    (tmp_path / "part" / "README.md").write_text("[c](c.md)")
+    assert unlisted(tmp_path) == {"b.md", "part/d.md"}
+
+
 def rows_of(page: Path, heading: str) -> list[list[str]]:
     """The cells of the first table under a heading, without its head."""
     _, _, text = page.read_text().partition(f"\n{heading}\n")

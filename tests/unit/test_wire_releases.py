@@ -20,7 +20,7 @@ from llm42.models.weights import LoadedModel
 from llm42.protocol import Delta, FinishReason, Request, RequestStats, SamplingParams, Window
 from llm42.step_times import Costs
 from llm42_serve.verifiers.actor import VerifierStatus
-from llm42_serve.verifiers.supervisor import MemberInfo, Membership
+from llm42_serve.verifiers.membership import MemberInfo, Membership
 from tests.support import Client, check_pool, prompt_of, write_model
 
 FULL = Request("r", (5, 6), 4, SamplingParams(seed=3), stop=("a",), trace="t", cache_salt="salt")

@@ -64,7 +64,8 @@ class Failover:
     lost_at: float = 0.0
 
     async def run(self, attempt: Attempt) -> AsyncGenerator[Delta, None]:
-        """The output as if nothing had happened; raises the last error when nobody can go on with it."""
+        """The output as if nothing had happened. When nobody can go on with it, raises the last error:
+        ReplicaLost, or what a replica has said (LLM42Error)."""
         while True:
             self.attempts += 1
             last: Delta | None = None

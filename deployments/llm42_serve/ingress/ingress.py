@@ -73,7 +73,9 @@ class RayBackend:
             yield stream
             ended = True  # the replica ends by itself now, and counts it
         except BackPressureError as error:
-            raise Overloaded("Too many requests wait for a fast-path replica.") from error
+            raise Overloaded(
+                "Too many requests wait for a fast-path replica: send the request again later."
+            ) from error
         except (RayActorError, DeploymentUnavailableError) as error:
             raise ReplicaLost("The replica of this request is gone; send it again.") from error
         except RayTaskError as error:  # before ours: Ray's may be of both kinds
@@ -103,7 +105,9 @@ class RayBackend:
         try:
             answer = await method.remote(*args)
         except BackPressureError as error:
-            raise Overloaded("Too many requests wait for a fast-path replica.") from error
+            raise Overloaded(
+                "Too many requests wait for a fast-path replica: send the request again later."
+            ) from error
         except (RayActorError, DeploymentUnavailableError) as error:
             raise VerifierUnavailable("The replica of this call is gone; repeat it.") from error
         if isinstance(answer, LLM42Error):

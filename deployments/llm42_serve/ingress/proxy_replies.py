@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llm42.api.errors import RETRY_AFTER_S, error_object
 from llm42.api.reply_writer import DONE, event
+from llm42_serve.ingress.lingering import Lingering
 
 CONTROL_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """With them any client could switch off what Serve does for all: they are for a proxy before it."""
@@ -23,10 +24,10 @@ DECODED_HEADERS = (b"x-request-id", b"traceparent", b"multiplexed-model-id", b"s
 """Ends of the names of headers that Serve reads as UTF-8: other bytes, on which it fails, do not pass."""
 SERVES_OWN_PATHS = "/-/"
 _MESSAGES = {
-    404: (503, "The application is not there yet; it is starting.", "service_unavailable"),
+    404: (503, "The application is still starting: send the request again later.", "service_unavailable"),
     408: (408, "There was no answer within the request timeout.", "request_timeout"),
-    429: (429, "Too many requests wait for an ingress replica.", "overloaded"),
-    503: (503, "No ingress replica can answer now.", "service_unavailable"),
+    429: (429, "Too many requests wait for an ingress replica: send the request again later.", "overloaded"),
+    503: (503, "No ingress replica can answer now: send the request again later.", "service_unavailable"),
 }
 """Serve's status -> ours: its 404 says that no application is deployed, since ours takes all paths."""
 _OWN_WORDS = {
@@ -44,8 +45,8 @@ _BROKEN = (500, "The server failed to answer; its log has the cause.", "internal
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around its proxy."""
-    return [Middleware(ProxyReplies)]
+    """What Serve puts around its proxy, the outermost last."""
+    return [Middleware(ProxyReplies), Middleware(Lingering)]
 
 
 class ProxyReplies:

@@ -106,7 +106,8 @@ class Admission:
             return
         if len(mine.waiting) >= self.max_queued:
             kind = "deterministic" if deterministic else "best-effort"
-            raise Overloaded(f"{self.max_queued} {kind} requests are waiting for this replica already.")
+            text = f"{self.max_queued} {kind} requests are waiting for this replica already"
+            raise Overloaded(f"{text} (server.max_queued): send the request again later.")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         mine.waiting.append(turn)
         try:

@@ -138,7 +138,7 @@ class FastPath:
         except LLM42Error as error:
             return error
         except TimeoutError:
-            return VerifierUnavailable(f"no answer from the verifier in {limit:g} s")
+            return VerifierUnavailable(f"no answer from the verifier in {limit:g} s: send the request again")
 
     def _sides(self, facts: Facts | None) -> dict[str, Facts | None]:
         """Who contributes to an answer beside the verifiers."""
@@ -199,7 +199,7 @@ class FastPath:
         return EngineLoad(self._pool.followed, 0, 0, 0)
 
     async def check_health(self) -> None:
-        """Serve replaces this replica when its engine's loop has ended."""
+        """Raises RuntimeError when the engine's loop has ended: then Serve replaces this replica."""
         if not self._engine.alive:
             raise RuntimeError("the engine's loop has ended")
 

@@ -46,19 +46,25 @@ class Member:
         return self.status is not None and self.status.state == "ready" and self.handle is not None
 
 
+def unreachable(member: Member, error: Exception) -> str:
+    """What a client is told of a call to the member that Ray could not make, or whose answer it lost."""
+    return f"{member.name} cannot be reached ({type(error).__name__}): send the request again"
+
+
 @contextmanager
 def errors_of(member: Member) -> Iterator[None]:
-    """Ray's errors of a call to the member's actor as ours; that it is dead is remembered of the member."""
+    """Raises Ray's errors of a call to the member's actor as ours, mostly as VerifierUnavailable; that it is
+    dead is remembered of the member."""
     actor_id = member.actor_id
     try:
         yield
     except RayActorError as error:
         if member.actor_id == actor_id:  # else its successor is there already
             member.status, member.failed_at = None, time.monotonic()
-        raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+        raise VerifierUnavailable(unreachable(member, error)) from error
     except RayTaskError as error:
         if isinstance(error.cause, LLM42Error):
             raise error.cause from error
         raise
     except RayError as error:  # the cluster's trouble, not the window's
-        raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+        raise VerifierUnavailable(unreachable(member, error)) from error

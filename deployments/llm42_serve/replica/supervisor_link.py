@@ -12,8 +12,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from llm42.config import Settings
 from llm42_serve.verifiers.actor import node_id
+from llm42_serve.verifiers.membership import Membership
 from llm42_serve.verifiers.names import DETACHED, supervisor_name
-from llm42_serve.verifiers.supervisor import Membership, Supervisor
+from llm42_serve.verifiers.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 3.0

@@ -26,12 +26,12 @@ from llm42.telemetry.metrics import VERIFIERS_READY, Metrics
 from llm42_serve.placement import PREFIX_TOKENS, is_busy, preferred
 from llm42_serve.replica.crowding import Crowding
 from llm42_serve.replica.following import Following
-from llm42_serve.replica.member import AVOID_S, Member, errors_of
+from llm42_serve.replica.member import AVOID_S, Member, errors_of, unreachable
 from llm42_serve.replica.spot_check import Auditor
 from llm42_serve.replica.supervisor_link import SupervisorLink
 from llm42_serve.verifiers.load import Limits
+from llm42_serve.verifiers.membership import MemberInfo
 from llm42_serve.verifiers.names import get_actor
-from llm42_serve.verifiers.supervisor import MemberInfo
 
 log = logging.getLogger(__name__)
 Answer = Commit | Failure
@@ -240,7 +240,7 @@ class VerifierPool:
         try:
             found = await asyncio.wait_for(member.handle.manifest.remote(), MANIFEST_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
-            raise VerifierUnavailable(f"{member.name}: {type(error).__name__}") from error
+            raise VerifierUnavailable(unreachable(member, error)) from error
         if not found:
             raise VerifierUnavailable(f"{member.name} has started anew and has no fingerprint yet")
         return fingerprint_of(found), found

@@ -149,7 +149,7 @@ class VerifierActor:
         found = sampled_identity(self._settings.model.path)
         if self._model_identity not in (None, found):
             raise ModelFileError(
-                f"{self._settings.model.path} has changed since the replicas were started: deploy anew"
+                f"{self._settings.model.path} has changed since the replicas were started: deploy again"
             )
         model, tokenizer = load_for(self._settings)
         began = time.monotonic()

@@ -3,10 +3,12 @@ after a time in which one fewer would have been enough. No clocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.load import Limits, Work
+from llm42_serve.verifiers.watch import Watched
 
 LOOKS_UP = 3
 """Too much work must be seen this many times in a row: one burst is no reason to load a model."""
@@ -65,3 +67,37 @@ class Scaler:
     def _change(self, now: float, by: int) -> None:
         self.wanted += by
         self._changed, self._high, self._quiet_since = now, 0, None
+
+
+@dataclass(slots=True)
+class Look:
+    """What one look at the verifiers has found, as `Scaler.look` takes it."""
+
+    ready: list[VerifierStatus]
+    left: list[VerifierStatus]
+    queue_s: float
+    coming: int
+
+
+def look_at(
+    staying: Sequence[Watched],
+    published: Callable[[Watched], VerifierStatus | None],
+    first_to_go: Watched,
+) -> Look:
+    """What has happened since the last look at these verifiers. published: the state that replicas are told.
+    first_to_go: who is given up if one is."""
+    windows = queue_s = 0.0
+    found = Look([], [], 0.0, 0)
+    for watched in staying:
+        status = published(watched)
+        if status is None or status.state != "ready":
+            found.coming += status is None or status.state == "starting"  # others cannot be counted on
+            continue
+        before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
+        windows += status.windows - before.get("windows", status.windows)
+        queue_s += status.queue_s - before.get("queue_s", status.queue_s)
+        found.ready.append(status)
+        if watched is not first_to_go:
+            found.left.append(status)
+    found.queue_s = queue_s / windows if windows > 0 else 0.0
+    return found

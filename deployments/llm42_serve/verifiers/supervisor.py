@@ -15,21 +15,19 @@ import os
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RuntimeEnvSetupError
 
 from llm42.config import Settings
-from llm42.fingerprint import differing_fields
-from llm42.protocol import across_releases
 from llm42.telemetry import metrics as m
 from llm42.telemetry.logs import configure, event
 from llm42_serve.ray_metrics import actor_metrics
 from llm42_serve.verifiers.actor import VerifierStatus, node_id
 from llm42_serve.verifiers.leaving import DrainWatch, end_softly
 from llm42_serve.verifiers.load import Limits
+from llm42_serve.verifiers.membership import MemberInfo, Membership, PoolFingerprint
 from llm42_serve.verifiers.names import (
     existing_verifiers,
     get_actor,
@@ -38,8 +36,8 @@ from llm42_serve.verifiers.names import (
     verifier_names,
 )
 from llm42_serve.verifiers.roster import Roster
-from llm42_serve.verifiers.scaling import Scaler
-from llm42_serve.verifiers.watch import Watched
+from llm42_serve.verifiers.scaling import Scaler, look_at
+from llm42_serve.verifiers.watch import Watched, log_change
 
 log = logging.getLogger(__name__)
 WATCH_S = 1.0
@@ -47,8 +45,6 @@ STATUS_TIMEOUT_S = 5.0
 FIRST_LOOK_S = 2.0
 """A new supervisor lets replicas wait so long for its first look, which is less than they wait for an answer:
 they go on with what its predecessor has reported."""
-PIN_S = 30.0
-"""The pool keeps its fingerprint this long after its last verifier that had it is gone."""
 START_FAILED = (RuntimeEnvSetupError, ActorUnschedulableError)
 """Ray's words for an actor that never came to be; it is dead, but these are no RayActorErrors."""
 START_PAUSE_S = 10.0
@@ -57,29 +53,6 @@ HOST_S = 15.0
 """A node from which no replica has asked for so long has none."""
 CONDEMNED_PAUSE_S = 10.0
 """A condemned verifier is created anew after this time, doubled with each further one of its name."""
-
-
-@across_releases
-@dataclass(frozen=True, slots=True)
-class MemberInfo:
-    """One verifier as published. `actor_id` changes when the actor is created anew under its name."""
-
-    name: str
-    actor_id: str
-    status: VerifierStatus | None
-    age_s: float = 0.0
-    """Seconds, at most, since the verifier was as `status` says."""
-
-
-@across_releases
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Who is there. Members with another fingerprint than the pool's have the state "mixed"."""
-
-    members: tuple[MemberInfo, ...] = ()
-    fingerprint: str | None = None
-    condemned: int = 0
-    pid: int = 0
 
 
 class Supervisor:
@@ -98,8 +71,7 @@ class Supervisor:
         self._drains = DrainWatch(watch.drain_check_s)
         self._hosts: dict[str, float] = {}
         """When the last fast-path replica of a node has asked."""
-        self._fingerprint: str | None = None
-        self._unpinned_since: float | None = None
+        self._pool = PoolFingerprint()
         self._condemned = 0
         self._all_tried = asyncio.Event()
         """Every wanted verifier has been asked, with or without an answer."""
@@ -116,11 +88,13 @@ class Supervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await self._all_tried.wait()
-        now = time.monotonic()
-        members = tuple(
-            MemberInfo(w.name, w.actor_id, self._published(w), now - w.asked) for w in self._wanted
-        )
-        return Membership(members, self._fingerprint, self._condemned, os.getpid())
+        members = await self.members()
+        return Membership(members, self._pool.fingerprint, self._condemned, os.getpid())
+
+    async def members(self) -> tuple[MemberInfo, ...]:
+        """The verifiers, for somebody who looks on: the lease is not renewed."""
+        now, published = time.monotonic(), self._pool.published
+        return tuple(MemberInfo(w.name, w.actor_id, published(w), now - w.asked) for w in self._wanted)
 
     async def condemn(self, name: str, actor_id: str, reason: str) -> bool:
         """Removes a verifier that was found to be wrong; a new one takes its place after a pause. May be
@@ -215,8 +189,10 @@ class Supervisor:
                     watched.tried = True
                     if all(w.tried for w in self._wanted):
                         self._all_tried.set()
-                    self._pin()
-                    await self._explain_mixed(watched)
+                    if self._all_tried.is_set():  # the first to answer may be the odd one
+                        self._pool.pin(time.monotonic(), self._wanted)
+                    async with asyncio.timeout(STATUS_TIMEOUT_S):
+                        await self._pool.explain(watched, self._wanted)
                 if self._roster.may_leave(time.monotonic(), watched, self._ready()):
                     watched.wanted = False
                 if not watched.wanted:
@@ -227,7 +203,7 @@ class Supervisor:
 
     def _ready(self) -> int:
         """How many can be asked of those that stay."""
-        published = map(self._published, self._roster.staying)
+        published = map(self._pool.published, self._roster.staying)
         return sum(status is not None and status.state == "ready" for status in published)
 
     async def _give_up(self, watched: Watched) -> None:
@@ -260,8 +236,7 @@ class Supervisor:
                 create = get_or_create_verifier
                 handle = await asyncio.to_thread(create, watched.name, self._settings, self._identity)
                 watched.adopt(handle)
-                actor_id = watched.actor_id
-                event(log, "verifier adopted or created", verifier=watched.name, actor_id=actor_id)
+                event(log, "verifier adopted or created", verifier=watched.name, actor_id=watched.actor_id)
             asked = time.monotonic()
             async with asyncio.timeout(STATUS_TIMEOUT_S):  # wait_for may swallow the end of the watch
                 status = await handle.status.remote()
@@ -270,8 +245,9 @@ class Supervisor:
                 await self._unanswered(watched, error)
             return
         if watched.handle is handle:  # else it was condemned or given up meanwhile
-            _log_change(watched, status)
-            watched.record_answer(status, asked)
+            log_change(watched, status)
+            if watched.record_answer(status, asked):
+                self._metrics.inc(m.VERIFIER_DEATHS)
             self._fresh_status = True
 
     async def _unanswered(self, watched: Watched, error: Exception) -> None:
@@ -297,68 +273,20 @@ class Supervisor:
         watched.handle = watched.status = None
         await asyncio.to_thread(ray.kill, handle, no_restart=True)
 
-    def _pin(self) -> None:
-        """The pool's fingerprint: the most common one at first, then kept while anyone has it."""
-        if not self._all_tried.is_set():
-            return  # the first to answer may be the odd one
-        found = Counter(w.status.fingerprint for w in self._wanted if w.status and w.status.fingerprint)
-        if self._fingerprint in found:
-            self._unpinned_since = None
-        elif found:
-            now = time.monotonic()
-            self._unpinned_since = self._unpinned_since or now
-            if self._fingerprint is None or now - self._unpinned_since > PIN_S:
-                self._fingerprint, self._unpinned_since = found.most_common(1)[0][0], None
-
-    def _published(self, watched: Watched) -> VerifierStatus | None:
-        status = watched.status
-        if status is None or status.state != "ready" or status.fingerprint == self._fingerprint:
-            return status
-        if self._fingerprint is None:
-            return replace(status, state="starting", detail=f"{watched.name} waits for news of the others")
-        detail = f"{watched.name} has another fingerprint than the pool's{watched.mixed}"
-        return replace(status, state="mixed", detail=detail)
-
-    async def _explain_mixed(self, watched: Watched) -> None:
-        """Finds out, once, in which fields a refused verifier differs."""
-        published = self._published(watched)
-        ours = [w for w in self._wanted if w.status and w.status.fingerprint == self._fingerprint]
-        if watched.mixed or published is None or published.state != "mixed" or not ours:
-            return
-        calls = [w.handle.manifest.remote() for w in (ours[0], watched)]
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            reference, manifest = await asyncio.gather(*calls)
-        if reference and manifest:  # empty: it has started anew
-            watched.mixed = f" ({', '.join(differing_fields(reference, manifest))} differ)"
-            log.error("%s is refused%s", watched.name, watched.mixed)
-
     def _scale(self) -> None:
-        windows = queue_s = 0.0
-        ready, left, coming = list[VerifierStatus](), list[VerifierStatus](), 0
         first_to_go = self._roster.first_to_go(self._hosts_now(time.monotonic()))
-        for watched in self._roster.staying:
-            status = self._published(watched)
-            if status is None or status.state != "ready":
-                coming += status is None or status.state == "starting"  # others cannot be counted on
-                continue
-            before, watched.seen = watched.seen, {"windows": status.windows, "queue_s": status.queue_s}
-            windows += status.windows - before.get("windows", status.windows)
-            queue_s += status.queue_s - before.get("queue_s", status.queue_s)
-            ready.append(status)
-            if watched is not first_to_go:
-                left.append(status)
+        seen = look_at(self._roster.staying, self._pool.published, first_to_go)
         was = self._scaler.wanted
-        mean = queue_s / windows if windows > 0 else 0.0
-        wanted = self._scaler.look(time.monotonic(), ready, left, mean, coming)
+        wanted = self._scaler.look(time.monotonic(), seen.ready, seen.left, seen.queue_s, seen.coming)
         if wanted != was:
-            excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in ready]
-            reason = f"mean queue {mean:.2f} s, too much of: {'; '.join(excess)}"
+            excess = [", ".join(self._scaler.limits.excess(status)) or "none" for status in seen.ready]
+            reason = f"mean queue {seen.queue_s:.2f} s, too much of: {'; '.join(excess)}"
             log.info("verifiers wanted: %d instead of %d (%s)", wanted, was, reason)
             if wanted < was:
                 log.info("%s is given up", first_to_go.name)
 
     def _report(self) -> None:
-        published = [self._published(w) for w in self._wanted]
+        published = [self._pool.published(w) for w in self._wanted]
         states = Counter(status.state if status else "unreachable" for status in published)
         for state in m.STATE.values:
             self._metrics.set(m.VERIFIERS, states[state], state=state)
@@ -370,11 +298,3 @@ def _found(name: str) -> Any:
     with suppress(ValueError):
         return get_actor(name)
     return None
-
-
-def _log_change(watched: Watched, status: VerifierStatus) -> None:
-    """A line when a verifier's state is another than before, or is known again."""
-    if watched.status is None or watched.status.state != status.state:
-        facts = {name: getattr(status, name) for name in ("fingerprint", "detail", "pid", "node")}
-        present = {name: value for name, value in facts.items() if value}
-        event(log, f"verifier is {status.state}", verifier=watched.name, **present)

@@ -10,6 +10,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from llm42.config import WatchSettings
+from llm42.telemetry.logs import event
 from llm42_serve.verifiers.actor import VerifierStatus
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class Watched:
     mixed: str = ""
     """How its manifest differs from the pool's, once that has been found out."""
     wanted: bool = False
+    pid: int = 0
+    """The process that has answered last for the present actor: Ray starts another when it has died."""
     node: str = ""
     """Ray's id of the node that it was on when it said so last."""
     leave_by: float | None = None
@@ -52,14 +55,19 @@ class Watched:
         """The actor of this name from now on; nothing is known of it yet."""
         self.handle, self.answered = handle, time.monotonic()
         self.certified, self.missed, self.mixed, self.seen, self.node = False, 0, "", {}, ""
-        self.leave_by = None
+        self.leave_by, self.pid = None, 0
 
-    def record_answer(self, status: VerifierStatus, asked: float) -> None:
-        """An answer to a call that was made at `asked`."""
+    def record_answer(self, status: VerifierStatus, asked: float) -> bool:
+        """An answer to a call that was made at `asked`. Returns whether the process that answered before has
+        died: Ray has started another one for the actor."""
         if status.node != self.node:  # Ray has started it again, elsewhere
             self.leave_by = None
         self.status, self.asked, self.answered = status, asked, time.monotonic()
         self.certified, self.missed, self.node = status.state == "ready", 0, status.node
+        before, self.pid = self.pid, status.pid
+        if died := before not in (0, status.pid):
+            log.warning("%s (process %d) has died; Ray has started it again", self.name, before)
+        return died
 
     def record_miss(self, error: Exception) -> None:
         """A status call failed, although the actor is not known to be dead."""
@@ -82,3 +90,11 @@ class Watched:
     def actor_id(self) -> str:
         """Identity of the present actor; empty while there is none."""
         return self.handle._actor_id.hex() if self.handle is not None else ""
+
+
+def log_change(watched: Watched, status: VerifierStatus) -> None:
+    """A line when a verifier's state is another than before, or is known again."""
+    if watched.status is None or watched.status.state != status.state:
+        facts = {name: getattr(status, name) for name in ("fingerprint", "detail", "pid", "node")}
+        present = {name: value for name, value in facts.items() if value}
+        event(log, f"verifier is {status.state}", verifier=watched.name, **present)

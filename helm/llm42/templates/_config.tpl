@@ -23,7 +23,12 @@ needs no change here. The chart adds what it alone knows: paths, and numbers of 
 {{- if $verifiers.autoscaling.enabled -}}
 {{- $_ := set $server "max_verifiers" $checked.most -}}
 {{- end -}}
-{{- $known := dict "model" (dict "path" (include "llm42.modelPath" .)) "server" $server -}}
+{{- $model := dict "path" (include "llm42.modelPath" .) -}}
+{{- if and (eq $v.model.source "huggingface") (not $v.model.path) -}}
+{{- /* the directory is named by the commit */ -}}
+{{- $_ := set $model "name" (base $v.model.huggingface.repo) -}}
+{{- end -}}
+{{- $known := dict "model" $model "server" $server -}}
 {{- $_ := set $known "engine" (dict "resources" (dict "llm42_fast_path" 1)) -}}
 {{- $_ := set $known "verifier" (dict "resources" (dict "llm42_verifier" 1)) -}}
 {{- toYaml (mustMergeOverwrite $known (deepCopy $v.config)) -}}

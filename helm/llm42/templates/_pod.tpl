@@ -194,6 +194,7 @@ Statistics that are switched off make Ray report just that: to nobody.
   "RAY_SERVE_ENABLE_DIRECT_INGRESS" $proxy
   "RAY_worker_niceness" "0"
   "RAY_metrics_report_interval_ms" "2500"
+  "RAY_task_events_max_num_task_in_gcs" "10000"
   "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO" "0"
   "HOME" "/home/llm42"
   "HF_HUB_OFFLINE" "1"

@@ -113,7 +113,7 @@ def gumbel_kernel(values, keys, part_max, part_id, vocab, stride, CHUNK: tl.cons
 
 @triton.jit
 def argmax_combine_kernel(part_max, part_id, token, chunks, BLOCK: tl.constexpr):
-    """Grid (rows)."""
+    """Grid (rows). token [rows]: of the chunks' maxima the largest one's id, the lowest on ties."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < chunks

@@ -91,7 +91,7 @@ class TorchEngine:
         tokens = [*request.prompt, *request.output]
         self._commands.put(lambda: self._enter(Running(request, sink, limit, tokens)))
         if self._closed:  # asked after the put: either the loop's end sees the request, or this does
-            raise Overloaded("the engine is not running")
+            raise Overloaded("the replica's engine is not running: send the request again")
 
     def extend(self, request_id: str, limit: int) -> None:
         """Renews the lookahead bound."""

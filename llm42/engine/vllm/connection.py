@@ -115,14 +115,16 @@ class Connection:
     def check(self, request: Request) -> None:
         """Raises RequestRejected for what vLLM would refuse. Any thread."""
         if not request.prompt:
-            raise RequestRejected("an empty prompt cannot be continued", "prompt")
+            raise RequestRejected("prompt: it is empty; give at least one token", "prompt")
         require_known_ids(request, self.vocab_size)
         for count, name in ((request.num_logprobs, "logprobs"), (request.prompt_logprobs, "prompt_logprobs")):
             if (count or 0) > MAX_LOGPROBS:
                 raise RequestRejected(f"{name}: at most {MAX_LOGPROBS} per token", name)
         if not request.deterministic and request.sampling.temperature > MAX_TEMPERATURE:
             text = f"temperature: vLLM samples best-effort requests at up to {MAX_TEMPERATURE:g}"
-            raise RequestRejected(f"{text}; deterministic ones may ask for more", "temperature")
+            raise RequestRejected(
+                f"{text}: lower it, or send the request with deterministic: true", "temperature"
+            )
 
     def generate(
         self,

@@ -92,7 +92,7 @@ class VllmEngine:
         """Raises RequestRejected when vLLM can never run it, Overloaded when the engine is gone."""
         connection = self._connection
         if connection is None or not self.alive:
-            raise Overloaded("the engine is not running")
+            raise Overloaded("the replica's engine is not running: send the request again")
         require_room(request, self._all_settings.model.max_model_len)
         connection.check(request)
 
@@ -101,7 +101,7 @@ class VllmEngine:
         self.check(request)
         stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
         if not self._post(lambda: self._enter(stream)):
-            raise Overloaded("the engine is not running")
+            raise Overloaded("the replica's engine is not running: send the request again")
 
     def extend(self, request_id: str, limit: int) -> None:
         """Renews the lookahead bound."""

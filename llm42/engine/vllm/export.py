@@ -88,9 +88,15 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     biases = config.qkv_bias and not family.qkv_bias, config.o_bias
     if biases[0] != biases[1] or (config.o_bias and "attention_bias" not in family.used):
-        raise UnsupportedModel(f"{config.architecture}: these attention biases have no config.json", "o_bias")
+        raise UnsupportedModel(
+            f"{config.architecture}: vLLM cannot load it: no config.json can describe these attention biases",
+            "o_bias",
+        )
     if config.mlp_bias and "mlp_bias" not in family.used:
-        raise UnsupportedModel(f"{config.architecture}: biases in the MLP have no config.json", "mlp_bias")
+        raise UnsupportedModel(
+            f"{config.architecture}: vLLM cannot load it: no config.json can describe biases in the MLP",
+            "mlp_bias",
+        )
     if "attention_bias" in family.used:
         fields["attention_bias"] = config.o_bias
     if "mlp_bias" in family.used:
@@ -119,8 +125,8 @@ def _named_scaling(rope: RopeSettings) -> RopeSettings:
         if torch.allclose(plain / named.inv_freq(head_dim), given, rtol=1e-5, atol=0.0):
             return named
     raise UnsupportedModel(
-        "rope_freqs.weight is none of the scalings that config.json can name: use the model's Hugging Face"
-        " directory instead of the GGUF file",
+        "no config.json can describe the scaling in rope_freqs.weight: use the model's Hugging Face directory"
+        " instead of the GGUF file",
         "rope_freqs.weight",
     )
 

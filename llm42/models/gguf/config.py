@@ -18,7 +18,8 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The file's architecture. Raises UnsupportedModel for anything that is not implemented."""
+    """The file's architecture. Raises UnsupportedModel for anything that is not implemented, and
+    ModelFileError for a file that is broken or lacks something."""
     reader = open_gguf(path)
     try:
         return _Fields(str(path), reader).config()

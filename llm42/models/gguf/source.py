@@ -61,6 +61,7 @@ class GGUFSource:
     """weights.TensorSource over one GGUF file."""
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
+        """Raises ModelFileError, and UnsupportedModel for a type of tensor that is not read."""
         self.path, self.config = str(path), config
         self.quantised = False
         self._tensors: dict[str, Any] = {}

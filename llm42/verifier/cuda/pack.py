@@ -85,7 +85,8 @@ class StepPacker:
 
     def pack(self, host: dict[str, NDArray[np.int32]], bucket: int, sequences: list[SequenceRows]) -> Packed:
         """Rows in the order of `sequences`, padded to `bucket` with rows that touch neither cache nor
-        attention."""
+        attention. host: the parts of the layout, int32. Raises ValueError for longer block tables than it
+        holds."""
         size = self.block_size
         count = np.array([s.count for s in sequences])
         start = np.array([s.start for s in sequences])
