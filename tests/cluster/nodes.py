@@ -114,14 +114,18 @@ class Nodes:
         )
         return self.head.wait_started()
 
-    def start_worker(self, *resources: str, gpus: int = 0, cpus: int = 4, drain_s: float = 300.0) -> Node:
+    def start_worker(
+        self, *resources: str, gpus: int = 0, cpus: int = 4, drain_s: float = 300.0, proxy_port: int = 0
+    ) -> Node:
         """A node that announces one of each of these resources, and one of its own name. drain_s: how long
-        SIGTERM waits for it to be idle."""
+        SIGTERM waits for it to be idle. proxy_port: of Serve's proxy there, instead of the cluster's."""
+        own = {"RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(proxy_port)} if proxy_port else {}
         announced = json.dumps(dict.fromkeys((*resources, f"node-{len(self._nodes)}"), 1))
         return self._start(
             [f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"],
             [f"--resources={announced}"],
             RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=str(drain_s),
+            **own,
         ).wait_started()
 
     def _start(self, options: list[str], more: list[str], **env: str) -> Node:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import DRAIN_S
+from tests.cluster.nodes import DRAIN_S, RESOURCES
 from tests.support import Lab
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -22,9 +22,14 @@ Found = dict[str, Any]
 @pytest.fixture(scope="module")
 def found(tiny: Lab) -> Found:
     """What tests/cluster/parts.py has found."""
+    return found_by("parts", tiny)
+
+
+def found_by(module: str, tiny: Lab) -> Found:
+    """What a module of this package prints, run in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.parts", str(Path(tiny.settings.model.path))],
+        [sys.executable, "-m", f"tests.cluster.{module}", str(Path(tiny.settings.model.path))],
         env=environment | {"RAY_AUTH_MODE": "disabled"},
         capture_output=True,
         text=True,
@@ -67,3 +72,13 @@ def test_a_drained_node_is_idle_long_before_its_time_is_over(found: Found) -> No
     assert found["drained"]["idle"]
     assert not found["control"]["idle"]
     assert found["control"]["seconds"] >= DRAIN_S
+
+
+def test_a_node_with_a_fast_path_and_no_ingress_answers(tiny: Lab) -> None:
+    """Its proxy sends requests to the ingress elsewhere (proxy_location EveryNode, as in the chart). The
+    control is the verifier's node, which has no replica of Serve's, and so no proxy."""
+    seen = found_by("proxies", tiny)
+    whole = {"health": "ok", "best_effort": "length", "deterministic": True}
+    fast, verifier, ingress = (seen[role] for role in RESOURCES)
+    assert fast == ingress == whole
+    assert verifier == {"health": "no answer", "best_effort": None, "deterministic": False}

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from llm42.api.app import create_app
+from llm42.api.backend import Status
 from llm42.api.json_bodies import most_bytes
 from llm42.config import Settings
 from llm42.text.tokenizer import Tokenizer
@@ -200,3 +202,19 @@ async def test_under_a_route_prefix(tokenizer: Tokenizer, root: str) -> None:
         assert (await http.post("v1/audit", content=long, headers={**JSON, **RIGHT})).status_code == 200
         refused = await http.post("v1/completions", content=long, headers={**JSON, **RIGHT})
         assert refused.status_code == 413
+
+
+@pytest.mark.parametrize("ready", [1, 0], ids=["ready", "control"])
+async def test_the_readmes_loop_ends_when_deterministic_answers_are_ready(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, ready: int
+) -> None:
+    """It looks for words in the reply of /health, as it is sent. The control: best effort only."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (words,) = re.findall(r"^until curl -s \S+/health \| grep -q '([^']+)'; do sleep 1; done$", readme, re.M)
+
+    async def status(_: Scripted, near: bool = False) -> Status:
+        return Status(serving=True, verifiers_ready=ready, verifiers=1)
+
+    monkeypatch.setattr(Scripted, "status", status)
+    async with client(tokenizer) as (http, _):
+        assert (words in (await http.get("/health")).text) == bool(ready)
