@@ -246,6 +246,7 @@ USED_BY_WHAT_COUNTS = {
     *("llm42/api/docs_page.py", "llm42/api/text_routes.py"),
     *("llm42_serve/verifiers/names.py", "llm42_serve/verifiers/supervisor.py", "llm42_serve/ray_metrics.py"),
     "llm42_serve/verifiers/membership.py",
+    "llm42/host/garbage.py",
     *("llm42_serve/replica/admission.py", "llm42_serve/replica/spot_check.py"),
     *("llm42_serve/replica/supervisor_link.py", "llm42_serve/placement.py"),
     *("llm42_serve/replica/crowding.py", "llm42_serve/verifiers/load.py"),

@@ -86,7 +86,7 @@ class TorchEngine:
         require_known_ids(request, self.model.config.vocab_size)
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request. Raises as `check` does."""
+        """Starts a request. Raises RequestRejected and Overloaded as `check` does."""
         self.check(request)
         tokens = [*request.prompt, *request.output]
         self._commands.put(lambda: self._enter(Running(request, sink, limit, tokens)))

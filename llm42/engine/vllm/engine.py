@@ -97,7 +97,7 @@ class VllmEngine:
         connection.check(request)
 
     def submit(self, request: Request, sink: Sink, limit: int) -> None:
-        """Starts a request. Raises as `check` does."""
+        """Starts a request. Raises RequestRejected and Overloaded as `check` does."""
         self.check(request)
         stream = Stream(request, sink, limit, count=len(request.output), output=[*request.output])
         if not self._post(lambda: self._enter(stream)):
