@@ -35,7 +35,7 @@ FAR = 2.0
 RESTED_S, SETTLES_S = 1.5, 0.5
 """After a rest steps are not counted for so long, or only until others are where nothing else is known:
 prompts come together then, and who shares the device has not been heard."""
-MOSTLY = 0.6
+MOSTLY = 0.5
 """Where other rows took more than this share of a size's steps, another size tells more of it."""
 APART = 0.2
 """Steps tell what a row costs if they differ by more than this share of the most rows: in a burst each has as

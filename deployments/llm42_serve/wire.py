@@ -25,6 +25,16 @@ Ints = NDArray[np.int32]
 Floats = NDArray[Any]
 
 
+def outbox_of(replica: str, series: int) -> str:
+    """The name of a replica's outbox. A new series is a new box: the one before may be gone."""
+    return f"{replica}-{series}"
+
+
+def owner_of(outbox: str) -> str:
+    """The replica whose outbox it is."""
+    return outbox.rpartition("-")[0]
+
+
 @across_releases
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -54,6 +64,7 @@ class Up:
     """A call of a replica."""
 
     replica: str
+    """The name of its outbox."""
     number: int
     """Of the call, from 1 on."""
     beside: int = 0

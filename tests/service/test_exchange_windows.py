@@ -189,6 +189,24 @@ async def test_an_exchange_that_was_idle_does_not_take_the_verifier_for_another(
         assert "started anew" in str(answer)
 
 
+@pytest.mark.parametrize("planted", [False, True])
+async def test_a_replica_counts_once(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rest it has another box, and the one before is still there. What is free is shared among
+    replicas: best effort would stay away from KV that nobody else takes. planted: each box counts, as the
+    control."""
+    monkeypatch.setattr(exchanges, "FRESH_S", -1.0)
+    if planted:
+        monkeypatch.setattr(outboxes, "owner_of", lambda name: name)
+    async with both() as made:
+        for i in range(3):
+            (answer,) = await ask(made.exchange, f"r{i}")
+            assert isinstance(answer, Commit)
+            await until(lambda: not made.exchange._calls)
+        assert len(made.boxes._boxes) == 3, "the case is one"
+        told = made.exchange.told
+        assert told is not None and told.replicas == (3 if planted else 1)
+
+
 # ---- what goes wrong
 
 

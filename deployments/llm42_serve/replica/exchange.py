@@ -20,7 +20,7 @@ from llm42.errors import LLM42Error, VerifierUnavailable
 from llm42.protocol import Commit, Window
 from llm42.session.interfaces import Sink
 from llm42.step_times import Neighbour
-from llm42_serve.wire import Answer, Down, Up, unpack
+from llm42_serve.wire import Answer, Down, Up, outbox_of, unpack
 
 log = logging.getLogger(__name__)
 UNDER_WAY = 2
@@ -161,7 +161,7 @@ class Exchange:
             self._begin_anew()
         self._number += 1
         up = Up(
-            f"{self._name}-{self._series}",
+            outbox_of(self._name, self._series),
             self._number,
             next(iter(self._calls), 0),
             self._arrived,

@@ -17,7 +17,7 @@ from llm42.session.interfaces import Sink
 from llm42.session.verify_call import SEND_IN_FULL
 from llm42.step_times import Neighbour, VerifierLoad
 from llm42_serve.verifiers.outbox import Outbox, typed
-from llm42_serve.wire import Down, Up
+from llm42_serve.wire import Down, Up, owner_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Outboxes:
             kv_free=load.kv_free,
             waited_s=load.waited_s,
             worked_s=self._verifier.worked_s,
-            replicas=max(1, len(self._boxes)),
+            replicas=max(1, len({owner_of(name) for name in self._boxes})),
         )
 
     def _beside(self, up: Up) -> None:
