@@ -201,6 +201,7 @@ class BestEffort:
         shared = Shared.of(request, settings)
         shared.session.turn("direct")
         self._changes += 1
+        owner.ways.moved.add(request.request_id)
         self._moved = Moved(owner, request, self._text, shared)
         self._moved.begin()
 
@@ -229,5 +230,6 @@ class BestEffort:
         self._moved = None
         self._changes += 1
         self._owner.ways.promises.end(self._request.request_id)
+        self._owner.ways.moved.discard(self._request.request_id)
         moved.close()
         self._submit()

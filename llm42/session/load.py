@@ -60,6 +60,8 @@ class Load:
     """Share of deterministic requests among those that begin; None: as among those in progress."""
     rounds: Rounds | None = None
     """Of each way, for requests as they are typically; None: too little is known, or nobody asks."""
+    behind: int | None = None
+    """Of the movable ones, those that the fast path has; None: all."""
 
     @property
     def is_known(self) -> bool:

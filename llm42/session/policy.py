@@ -81,7 +81,9 @@ def choose_best_effort(request: Progress, load: Load) -> Way:
     if request.way is None:  # its prompt is to be computed in either way
         lost_s = prompt_s - request.length * load.prompt_row_s
     else:
-        lost_s = load.movable * load.verifier.share * prompt_s
+        # the others behind wait for the same: while one stays, two sides share the device
+        behind = load.movable if load.behind is None else max(1, load.behind)
+        lost_s = behind * load.verifier.share * prompt_s
     return "direct" if request.left * gains_s > lost_s else "verify"
 
 

@@ -88,6 +88,8 @@ class Ways:
         self.decide, self.decide_best_effort, self.hold = decide, decide_best_effort, HOLD
         self.best_effort = self.movable = 0
         """Requests in progress that need no verifier, and those of them that it could decode."""
+        self.moved: set[str] = set()
+        """Ids of best-effort requests that a verifier is to decode."""
         self.deterministic: set[str] = set()
         """Ids of those in progress that a verifier decides on."""
         self.acceptance, self.promises = Acceptance(), Promises()
@@ -140,6 +142,7 @@ class Ways:
         finally:
             self._ids.discard(name)
             self.deterministic.discard(name)
+            self.moved.discard(name)
             self.promises.end(name)
             self.best_effort -= not verified
             self.movable -= moves
@@ -252,6 +255,7 @@ class Ways:
             others.prompt + others.output,
             self.done.begins,
             self._rounds,
+            max(0, self.movable - len(self.moved)),
         )
         soon = self._plan is not None and time.monotonic() - self._planned_at < PLAN_S
         many_more = load.count > MANY_MORE * max(1, self._planned_for)

@@ -30,7 +30,7 @@ def nothing_left(generator: Generator) -> bool:
     """Of what is counted and promised for requests in progress."""
     ways = generator.ways
     counts = ways.best_effort, ways.movable, len(ways.deterministic), len(ways._ids), ways.promises.total
-    return not any(counts) and not ways.promises._of
+    return not any(counts) and not ways.promises._of and not ways.moved
 
 
 def switching(lab: Lab, seed: int, share: float = 0.5) -> tuple[Lab, RandomWays]:

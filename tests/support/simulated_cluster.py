@@ -106,6 +106,8 @@ class Cluster:
     """False: counts of different moments are subtracted."""
     knows_neighbour: bool = True
     """False: what the other one did on the device meanwhile counts as each step's own time."""
+    knows_behind: bool = True
+    """False: all best effort counts as if the engine had it."""
     asks_again: bool = True
     """False: best effort decides once before its first token."""
     now: float = 0.0
@@ -173,6 +175,8 @@ class Cluster:
         others = self.lengths[False]
         prompts, kv_each = others.prompt / max(1.0, others.output), others.prompt + others.output
         load = replace(load, prompts=prompts, kv_each=kv_each, begins=self.done.begins)
+        behind = sum(not j.deterministic and j.way == "verify" for j in self.jobs) if self.movable else 0
+        load = replace(load, behind=behind if self.knows_behind else None)
         many_more = load.count > MANY_MORE * max(1, self.planned_for)
         if self.plan is None or self.now - self.planned_at >= PLAN_S or many_more:
             self._plan(load)

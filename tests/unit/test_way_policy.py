@@ -296,6 +296,14 @@ def test_nobody_stays_behind_where_the_plan_is_to_move() -> None:
     assert choose_best_effort(NEW, replace(load, rounds=none)) == "verify", "nothing is gained"
 
 
+@pytest.mark.parametrize(("behind", "way"), [(1, "direct"), (20, "verify"), (None, "verify")])
+def test_the_last_ones_behind_follow(behind: int | None, way: Way) -> None:
+    """What has to be computed anew is theirs alone; of many it takes longer than they would stay."""
+    load = replace(all_movable(32, 32, moves=True, plan="direct"), rounds=Rounds(0.017, 0.028, 0.0175))
+    begun = under_way("verify", output=64, most=256, length=4000)
+    assert choose_best_effort(begun, replace(load, behind=behind)) == way
+
+
 @pytest.mark.parametrize("load", [all_movable(0, 32, moves=True), all_movable(32, 32)])
 def test_and_nowhere_else(load: Load) -> None:
     """Where nobody is deterministic any more, it goes back; and unless it is the plan."""

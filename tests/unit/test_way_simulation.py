@@ -288,7 +288,7 @@ def left_behind(before: tuple[float, int], burst: tuple[float, int, int], **more
     return sum(job.way == "verify" and not job.deterministic for job in cluster.jobs)
 
 
-LATE = [((1.0, 64), (0.1, 112, 1024)), ((0.5, 256), (0.1, 256, 256)), ((1.0, 256), (0.1, 256, 256))]
+LATE = [((1.0, 64), (0.1, 112, 1024)), ((1.0, 64), (0.1, 256, 256)), ((1.0, 256), (0.1, 256, 256))]
 """Loads, and bursts after them whose first requests are too few to be moved."""
 
 
@@ -296,6 +296,7 @@ LATE = [((1.0, 64), (0.1, 112, 1024)), ((0.5, 256), (0.1, 256, 256)), ((1.0, 256
 def test_who_comes_first_in_a_burst_goes_with_the_others(
     before: tuple[float, int], burst: tuple[float, int, int]
 ) -> None:
-    """It is asked once more before its first token; the control asks once."""
+    """It is asked once more before its first token, and after some if few are left; the control asks once."""
     assert left_behind(before, burst) == 0
-    assert left_behind(before, burst, asks_again=False) > 10
+    assert left_behind(before, burst, knows_behind=False) == 0
+    assert left_behind(before, burst, knows_behind=False, asks_again=False) > 10
