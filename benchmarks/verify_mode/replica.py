@@ -38,7 +38,7 @@ from llm42.telemetry.metrics import Metrics
 from llm42_serve.replica.verifier_pool import VerifierPool
 
 MODES = ("verify", "direct", "auto")
-READY_S, SETTLED_S, PLANS_S, STAYED = 400.0, 10.0, 0.5, 40
+READY_S, SETTLED_S, PLANS_S, STAYED = 400.0, 10.0, 1.0, 8
 COUNTERS = (
     "steps", "rows", "padding_rows", "windows", "decoded", "cached_rows", "preemptions", "step_s", "queue_s",
 )  # fmt: skip
@@ -175,10 +175,10 @@ class Replica:
         return found | {"quiet": not left, "left": left}
 
     async def _plans(self, generator: Generator, told: list[list[Any]]) -> None:
-        """Every half second: when, the plan, requests in progress, the tokens per second that the model
-        expects of each plan, by what it is corrected, and what the plan is made of."""
+        """Every second: when, the plan, requests in progress, the tokens per second that the model expects of
+        each plan, by what it is corrected, and what has changed of what the plan is made of."""
         began, ways, pool = time.monotonic(), generator.ways, self.pool
-        before = ways.backoff.came_back
+        before, last = ways.backoff.came_back, dict[str, Any]()
         assert pool is not None
         while not ways.pinned:
             await asyncio.sleep(PLANS_S)
@@ -192,7 +192,9 @@ class Replica:
                 "kept": ways.backoff.holds(time.monotonic()), "tokens": ways.done.tokens,
                 "ended": ways.done.ended, "returned": dict(ways.returns),
             }  # fmt: skip
-            told.append([round(at, 1), standing.plan, count, expected, off, seen])
+            changed = {name: value for name, value in seen.items() if last.get(name) != value}
+            told.append([round(at, 1), standing.plan, count, expected, off, changed])
+            last = seen
 
     def _decided(self, request: Progress, load: Load_) -> Way:
         """As the policy decides; writes down why one stays although the plan is that all move."""
