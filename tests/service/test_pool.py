@@ -79,6 +79,33 @@ async def test_a_refusal_looks_again_first() -> None:
     assert supervisor.asked == 1
 
 
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_new_replica_gives_the_first_look_its_time(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verifiers may have been there for hours. Else, the control, it refuses what comes before a look."""
+    monkeypatch.setattr(verifier_pool, "FIRST_LOOK_S", PATIENCE_S if waits else 0.0)
+    pool = pool_of(("ready", "a"))
+    known, pool.members = pool.members, []
+    supervisor, asked = Published(pool), 0
+
+    async def late() -> Membership | None:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            return None
+        pool.members = known
+        return await supervisor.remote()
+
+    monkeypatch.setattr(pool._supervisor, "membership", late)
+    if waits:
+        await asyncio.gather(*(pool.require_ready() for _ in range(5)))
+        assert asked >= 4 and pool.ready
+    else:
+        with pytest.raises(VerifierUnavailable, match="not reachable"):
+            await pool.require_ready()
+
+
 def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:
     pool = pool_of(*[("ready", "a")] * 4)
     prefix = tuple(range(PREFIX_TOKENS))

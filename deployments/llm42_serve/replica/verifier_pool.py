@@ -36,7 +36,9 @@ from llm42_serve.verifiers.names import get_actor
 log = logging.getLogger(__name__)
 Answer = Commit | Failure
 WATCH_S = 0.5
-LOOK_S = 1.0
+LOOK_S, FIRST_LOOK_S = 1.0, 10.0
+"""How long a request waits for a look at the verifiers before it is refused, and in a replica that has heard
+of none yet: it is new, and they may have been there for hours."""
 MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 
@@ -67,6 +69,8 @@ class VerifierPool:
         self._asked: dict[str, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
+        self._heard = False
+        """Whether any verifier's status was ever known here."""
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
         self._following = Following(self, settings.session, observe, self._auditor.kept)
@@ -104,11 +108,19 @@ class VerifierPool:
         What the last look said may be old, so a refusal looks again first (all callers together).
         """
         if not self.ready and self._settings.server.verifiers > 0:
-            if self._look is None or self._look.done():
-                self._look = asyncio.create_task(self.refresh())
-            await asyncio.wait([self._look], timeout=LOOK_S)
+            await self._look_again(time.monotonic())
         if not self.ready:
             raise VerifierUnavailable(self.explain())
+
+    async def _look_again(self, began: float) -> None:
+        while True:
+            until = began + (LOOK_S if self._heard else FIRST_LOOK_S)
+            if self._look is None or self._look.done():
+                self._look = asyncio.create_task(self.refresh())
+            await asyncio.wait([self._look], timeout=max(0.0, until - time.monotonic()))
+            if self._heard or time.monotonic() >= until:
+                return
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     async def settled(self) -> bool:
         """Waits until a verifier is ready, or every one has failed for now; whether one is ready."""
@@ -316,6 +328,7 @@ class VerifierPool:
         self.members = [
             await self._updated(known.get(info.name), info, asked - info.age_s) for info in membership.members
         ]
+        self._heard = self._heard or any(m.status for m in self.members)
         # one that scaling has given up is not published, and may work on for others
         found = {info.actor_id: info.name for info in membership.members if info.actor_id in self._condemned}
         for actor_id, name in (self._unconfirmed | found).items():
