@@ -227,7 +227,7 @@ class BestEffort:
         return delta
 
     def _go_back(self, moved: Moved) -> None:
-        self._moved = None
+        self._moved, self._asks = None, 0
         self._changes += 1
         self._owner.ways.promises.end(self._request.request_id)
         self._owner.ways.moved.discard(self._request.request_id)

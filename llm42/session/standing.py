@@ -107,6 +107,15 @@ class Mark:
     """Requests in progress, summed up over time: what a load less needs no other way."""
     ended: int = 0
 
+    def later(self, since: Mark, until: Mark) -> Mark:
+        """As if nothing had been between those two."""
+        return Mark(
+            self.at + until.at - since.at,
+            self.tokens + until.tokens - since.tokens,
+            self.busy + until.busy - since.busy,
+            self.ended + until.ended - since.ended,
+        )
+
     def round_s(self, before: Mark) -> float | None:
         """How long a round has been since; None: no token has come."""
         tokens = self.tokens - before.tokens
@@ -178,6 +187,8 @@ class Standing:
         self._mean_s = min(MEAN_S, self._mean_s + passed_s)
         self._mean += (count - self._mean) * min(1.0, passed_s / self._mean_s if self._mean_s else 1.0)
         if rounds is None:
+            if self._from is not None:  # what comes meanwhile is compared with nothing
+                self._from = self._from.later(mark, self._now)
             return self.plan
         expected: dict[Plan, float] = {"verify": rounds.verify, "direct": rounds.direct}
         if room:

@@ -82,7 +82,11 @@ def assert_refused(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("kind", ASK)
-async def test_who_sends_too_much_reads_the_refusal(tokenizer: Tokenizer, kind: str) -> None:
+async def test_who_sends_too_much_reads_the_refusal(
+    tokenizer: Tokenizer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LINGER_S", "SILENCE_S"):  # however slow this machine is
+        monkeypatch.setattr(lingering, name, PATIENCE_S)
     app = Lingering(ProxyReplies(create_app(SETTINGS, tokenizer, Scripted(hello))))
     async with served(app) as port:
         for _ in range(TIMES):

@@ -22,7 +22,7 @@ from llm42_serve.verifiers import names
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.membership import MemberInfo, Membership
 from llm42_serve.verifiers.names import verifier_names
-from tests.service.pools import Handle, Published, pool_of, returns, window
+from tests.service.pools import Handle, Published, hangs, pool_of, returns, window
 from tests.service.stand_ins import answer
 from tests.support import PATIENCE_S, until
 
@@ -85,6 +85,7 @@ async def test_a_new_replica_gives_the_first_look_its_time(
 ) -> None:
     """The verifiers may have been there for hours. Else, the control, it refuses what comes before a look."""
     monkeypatch.setattr(verifier_pool, "FIRST_LOOK_S", PATIENCE_S if waits else 0.0)
+    monkeypatch.setattr(verifier_pool, "LOOK_S", 0.0)
     pool = pool_of(("ready", "a"))
     known, pool.members = pool.members, []
     supervisor, asked = Published(pool), 0
@@ -102,6 +103,20 @@ async def test_a_new_replica_gives_the_first_look_its_time(
         await asyncio.gather(*(pool.require_ready() for _ in range(5)))
         assert asked >= 4 and pool.ready
     else:
+        with pytest.raises(VerifierUnavailable, match="not reachable"):
+            await pool.require_ready()
+
+
+async def test_an_old_replica_refuses_at_once_what_no_verifier_was_ever_there_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is kept waiting for a GPU that is missing."""
+    monkeypatch.setattr(verifier_pool, "LOOK_S", 0.0)
+    pool = pool_of(("ready", "a"))
+    pool.members = []
+    pool._born -= verifier_pool.FIRST_LOOK_S
+    monkeypatch.setattr(pool._supervisor, "membership", hangs())
+    async with asyncio.timeout(verifier_pool.FIRST_LOOK_S / 2):
         with pytest.raises(VerifierUnavailable, match="not reachable"):
             await pool.require_ready()
 

@@ -282,7 +282,7 @@ async def test_verifiers_that_take_over_after_the_comparison(world: World) -> No
     async with world.ingress(replica) as http:
         reply = await http.post("/v1/completions", json=COMPLETION)
         assert reply.status_code == 503
-        assert "replaced" in reply.json()["error"]["message"]
+        assert "another fingerprint" in reply.json()["error"]["message"]
 
 
 async def test_a_replica_of_the_ingress_s_release_is_found(world: World) -> None:

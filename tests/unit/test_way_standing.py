@@ -298,6 +298,28 @@ def test_control_it_would_be_with_what_is_expected_in_the_end(monkeypatch: pytes
     assert after_a_slow_beginning() > 1.2
 
 
+def with_gaps(gap_s: float) -> float:
+    """Now and then nobody is deterministic, and nothing is expected: by how much the model is off in the
+    end."""
+    replica = Replica(truth(0.010, 0.03), Rounds(0.010, 0.03, 0.04))
+    replica.run(1.0)
+    for _ in range(8):
+        model, replica.model = replica.model, None  # type: ignore[assignment]
+        replica.run(gap_s)
+        replica.model = model
+        replica.run(4.0)
+    return replica.standing._off["verify"]
+
+
+def test_while_nothing_is_expected_nothing_is_measured() -> None:
+    assert 0.95 < with_gaps(6.0) < 1.05
+
+
+def test_control_what_came_then_would_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standing.Mark, "later", lambda self, since, until: self)
+    assert with_gaps(6.0) < 0.6
+
+
 def changes_of_a_load(at: float, rest_s: float = 0.0) -> int:
     """That comes at once to a replica which was first asked at that moment. How often it is another one."""
     replica = Replica(truth(0.010, 0.011), Rounds(0.010, 0.011, 0.02), count=1, now=at)

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 Answer = Commit | Failure
 WATCH_S = 0.5
 LOOK_S, FIRST_LOOK_S = 1.0, 10.0
-"""How long a request waits for a look at the verifiers before it is refused, and in a replica that has heard
-of none yet: it is new, and they may have been there for hours."""
+"""How long a request waits for a look at the verifiers before it is refused. A new replica that has heard of
+none yet has so long from its beginning: they may have been there for hours."""
 MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 
@@ -69,8 +69,8 @@ class VerifierPool:
         self._asked: dict[str, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
-        self._heard = False
-        """Whether any verifier's status was ever known here."""
+        self._born, self._heard = time.monotonic(), False
+        """Since when it is there, and whether any verifier's status was ever known here."""
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
         self._following = Following(self, settings.session, observe, self._auditor.kept)
@@ -114,7 +114,7 @@ class VerifierPool:
 
     async def _look_again(self, began: float) -> None:
         while True:
-            until = began + (LOOK_S if self._heard else FIRST_LOOK_S)
+            until = max(began + LOOK_S, 0.0 if self._heard else self._born + FIRST_LOOK_S)
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self.refresh())
             await asyncio.wait([self._look], timeout=max(0.0, until - time.monotonic()))

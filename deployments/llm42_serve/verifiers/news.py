@@ -18,7 +18,10 @@ from llm42_serve.verifiers.names import get_actor, supervisor_name
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 2.0
-MEANWHILE = "Deterministic requests go on with another verifier, or wait for it."
+MEANWHILE = (
+    "Deterministic requests under way go on with another verifier, or wait for it; new ones get a 503 while"
+    " there is none."
+)
 Members = Callable[[], Sequence[MemberInfo]]
 
 

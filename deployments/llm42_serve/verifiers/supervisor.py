@@ -88,11 +88,15 @@ class Supervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_LOOK_S):
                 await self._all_tried.wait()
-        members = await self.members()
-        return Membership(members, self._pool.fingerprint, self._condemned, os.getpid())
+        return Membership(self._infos(), self._pool.fingerprint, self._condemned, os.getpid())
 
     async def members(self) -> tuple[MemberInfo, ...]:
-        """The verifiers, for somebody who looks on: the lease is not renewed."""
+        """The verifiers, for somebody who looks on: the lease is not renewed. Waits until all were asked, for
+        of others nothing is known."""
+        await self._all_tried.wait()
+        return self._infos()
+
+    def _infos(self) -> tuple[MemberInfo, ...]:
         now, published = time.monotonic(), self._pool.published
         return tuple(MemberInfo(w.name, w.actor_id, published(w), now - w.asked) for w in self._wanted)
 
