@@ -32,8 +32,8 @@ its first request ends the engine: the mean of its batch-invariant operators is 
 CPU build cannot launch (`TypeError` in `mean_dim` of vLLM). So no
 check could be run on it. On a GPU it has not been run here.
 
-Runs differ in which checks find something: on an Intel Xeon (2026-12-02, without `restart`, as of commit 4bcffcd) the same vLLM
-passed 9 of 27, and failed `long-prompt-joins` too.
+Runs differ in which checks find something: on an Intel Xeon (2026-12-02, without `restart`, results as
+of commit 4bcffcd) the same vLLM passed 9 of 27, and failed `long-prompt-joins` too.
 """
 
 
