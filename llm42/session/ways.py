@@ -105,7 +105,7 @@ class Ways:
         self.backoff = Backoff()
         """Whether best effort goes to verifiers after some has come back."""
         self.returns = Counter[str]()
-        """Best-effort requests that have left a verifier or did not go, while the plan was that they do."""
+        """How often, by reason, best effort left a verifier, or was asked and stayed where all is to move."""
         self._failed = False
         """The policy has raised something, and that was logged."""
 
