@@ -94,9 +94,12 @@ async def test_nor_do_the_largest(tokenizer: Tokenizer, name: str) -> None:
 async def test_control_on_the_loop_they_do(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Read where they arrive, as every body was."""
+    """Read where they arrive, as every body was. Held against this machine's own gaps: how long that takes
+    depends on its CPU. The least of some tries, since whatever else this process does only adds."""
+    gaps = [(await sent(tokenizer, *LARGEST[name]))[0] for _ in range(TRIES)]
     monkeypatch.setattr(json_bodies, "LARGE_BYTES", 1 << 30)
-    assert await usual_gap(tokenizer, *LARGEST[name]) > BOUND_S
+    control = [(await sent(tokenizer, *LARGEST[name]))[0] for _ in range(TRIES)]
+    assert min(control) > 2 * min(gaps), (gaps, control)
 
 
 async def scored(request: Request) -> AsyncGenerator[Delta, None]:
@@ -128,7 +131,6 @@ async def test_no_reply_blocks_the_loop(tokenizer: Tokenizer, monkeypatch: pytes
     monkeypatch.setattr(reply_writer, "dump", lambda value: json.dumps(value, ensure_ascii=False))
     control = sorted([await largest_reply(tokenizer) for _ in range(3)])
     assert gaps[1] < control[1] / 2, (gaps, control)
-    assert control[1] > BOUND_S
 
 
 def refusal(read: Callable[[bytes], Any], raw: bytes) -> tuple[type[ValueError], str]:
