@@ -21,7 +21,7 @@ from llm42_serve.replica.verifier_pool import VerifierPool
 from llm42_serve.verifiers.actor import VerifierStatus
 from llm42_serve.verifiers.load import Limits
 from tests.service.pools import Published, hangs, pool_of, raises, returns, window
-from tests.support import until
+from tests.support import PATIENCE_S, until
 
 ROOMY: dict[str, Any] = {"places": 100, "kv_tokens": 1000, "direct": 80, "kv_used": 800, "step_s": 0.1}
 FULL = VerifierStatus("ready", "a", **(ROOMY | {"direct": 95}))
@@ -141,14 +141,34 @@ class Replica(FastPath):
         """Nothing is to be closed."""
 
 
-async def test_the_replica_hands_its_admission_to_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowding, "NEWS_S", 1e6)
+def replica_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A replica whose `__init__` is to be called, without an engine of its own."""
     engine = SimpleNamespace(alive=True, load=lambda: EngineLoad(0, 0, 0, 0))
     monkeypatch.setattr(fastpath.serve, "get_replica_context", lambda: SimpleNamespace(replica_tag="r"))
     monkeypatch.setattr(fastpath, "RayMetrics", lambda *_, **__: Metrics())
     monkeypatch.setattr(fastpath, "request_facts", lambda *_: {})
     monkeypatch.setattr(Replica, "_build", lambda _: (engine, SimpleNamespace(tokenizer=None)))
-    made: Any = object.__new__(Replica)
+    return object.__new__(Replica)
+
+
+async def test_the_replica_begins_once_its_pool_is_introduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else requests would come that it refuses, for it knows of no verifier."""
+    known = asyncio.Event()
+    monkeypatch.setattr(VerifierPool, "introduced", lambda _: known.wait())
+    made = replica_of(monkeypatch)
+    begins = asyncio.create_task(
+        FastPath.__init__(made, Settings.load({"server": {"verifiers": 0}}).model_dump(mode="json"))
+    )
+    await until(lambda: hasattr(made, "_facts"))
+    assert not begins.done()
+    known.set()
+    await asyncio.wait_for(begins, PATIENCE_S)
+    made._reporter.cancel()
+
+
+async def test_the_replica_hands_its_admission_to_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crowding, "NEWS_S", 1e6)
+    made = replica_of(monkeypatch)
     await FastPath.__init__(made, Settings.load({"server": {"verifiers": 0}}).model_dump(mode="json"))
     made._reporter.cancel()
     admission, member = made._admission, Member("v", status=FULL, told_at=time.monotonic())

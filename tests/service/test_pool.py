@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,7 @@ async def test_a_new_replica_gives_the_first_look_its_time(
         await asyncio.gather(*(pool.require_ready() for _ in range(5)))
         assert asked >= 4 and pool.ready
     else:
-        with pytest.raises(VerifierUnavailable, match="not reachable"):
+        with pytest.raises(VerifierUnavailable, match="nothing is known of them yet"):
             await pool.require_ready()
 
 
@@ -114,11 +115,28 @@ async def test_an_old_replica_refuses_at_once_what_no_verifier_was_ever_there_fo
     monkeypatch.setattr(verifier_pool, "LOOK_S", 0.0)
     pool = pool_of(("ready", "a"))
     pool.members = []
-    pool._born -= verifier_pool.FIRST_LOOK_S
+    pool._serves_since -= verifier_pool.FIRST_LOOK_S
     monkeypatch.setattr(pool._supervisor, "membership", hangs())
     async with asyncio.timeout(verifier_pool.FIRST_LOOK_S / 2):
-        with pytest.raises(VerifierUnavailable, match="not reachable"):
+        with pytest.raises(VerifierUnavailable, match="nothing is known of them yet"):
             await pool.require_ready()
+
+
+async def test_a_new_replica_serves_only_once_it_knows_of_a_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its state is; not for ever, and not where none is wanted."""
+    pool = pool_of(("starting", None))
+    introduced = asyncio.create_task(pool.introduced())
+    await asyncio.sleep(3 * verifier_pool.RETRY_PAUSE_S)
+    assert not introduced.done()
+    monkeypatch.setattr(pool._supervisor, "membership", Published(pool).remote)
+    await pool.refresh()
+    await asyncio.wait_for(introduced, PATIENCE_S)
+    monkeypatch.setattr(verifier_pool, "FIRST_LOOK_S", 0.0)
+    began = time.monotonic()
+    alone = pool_of(("starting", None))
+    await asyncio.wait_for(alone.introduced(), PATIENCE_S)
+    assert alone._serves_since >= began, "who comes first waits from now on"
+    await asyncio.wait_for(pool_of().introduced(), PATIENCE_S)
 
 
 def test_requests_with_a_common_prefix_share_a_verifier_until_it_is_busy() -> None:

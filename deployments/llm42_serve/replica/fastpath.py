@@ -57,6 +57,7 @@ class FastPath:
         self._pool.start()  # verifiers certify while the model loads
         self._engine, self._generator = await asyncio.to_thread(self._build)
         self._facts = request_facts(self._settings, self._generator.tokenizer)
+        await self._pool.introduced()  # else it refuses what the replica before it was answering
         if self._settings.server.ready_when == "certified":
             await self._pool.settled()
         self._reporter = asyncio.get_running_loop().create_task(self._report())

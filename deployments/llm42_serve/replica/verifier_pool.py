@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 Answer = Commit | Failure
 WATCH_S = 0.5
 LOOK_S, FIRST_LOOK_S = 1.0, 10.0
-"""How long a request waits for a look at the verifiers before it is refused. A new replica that has heard of
-none yet has so long from its beginning: they may have been there for hours."""
+"""How long a request waits for a look at the verifiers before it is refused. Those that come first to a new
+replica wait longer while it has heard of none yet: they may have been there for hours."""
 MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 
@@ -69,8 +69,8 @@ class VerifierPool:
         self._asked: dict[str, str] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._look: asyncio.Task[None] | None = None
-        self._born, self._heard = time.monotonic(), False
-        """Since when it is there, and whether any verifier's status was ever known here."""
+        self._serves_since, self._heard = time.monotonic(), False
+        """Since when requests may come, and whether any verifier's status was ever known here."""
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
         self._following = Following(self, settings.session, observe, self._auditor.kept)
@@ -114,13 +114,23 @@ class VerifierPool:
 
     async def _look_again(self, began: float) -> None:
         while True:
-            until = max(began + LOOK_S, 0.0 if self._heard else self._born + FIRST_LOOK_S)
+            until = max(began + LOOK_S, 0.0 if self._heard else self._serves_since + FIRST_LOOK_S)
             if self._look is None or self._look.done():
                 self._look = asyncio.create_task(self.refresh())
             await asyncio.wait([self._look], timeout=max(0.0, until - time.monotonic()))
             if self._heard or time.monotonic() >= until:
                 return
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def introduced(self) -> None:
+        """Waits until the state of a verifier is known, whatever it is; at most FIRST_LOOK_S, as there may be
+        none. A replica that has heard of none would refuse what the one that it replaces was answering."""
+        began = time.monotonic()
+        while self._settings.server.verifiers > 0 and not self._heard:
+            if time.monotonic() - began >= FIRST_LOOK_S:
+                break
+            await asyncio.sleep(RETRY_PAUSE_S)
+        self._serves_since = time.monotonic()
 
     async def settled(self) -> bool:
         """Waits until a verifier is ready, or every one has failed for now; whether one is ready."""
@@ -139,7 +149,8 @@ class VerifierPool:
         if self._settings.server.verifiers == 0:
             return "Deterministic requests are switched off here (server.verifiers is 0)."
         reasons = {m.status.detail or m.status.state for m in self.members if m.status}
-        return "No verifier is ready: " + ("; ".join(sorted(reasons)) or "not reachable") + "."
+        silent = "they do not answer" if self.members else "nothing is known of them yet"
+        return "No verifier is ready: " + ("; ".join(sorted(reasons)) or silent) + "."
 
     def verify(self, windows: Sequence[Window]) -> Awaitable[list[Answer]]:
         """One try: commits (or final failures) in order. VerifierUnavailable or Overloaded may be retried.
