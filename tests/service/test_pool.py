@@ -134,6 +134,14 @@ async def test_a_new_replica_serves_only_once_it_knows_of_a_verifier(monkeypatch
     monkeypatch.setattr(verifier_pool, "FIRST_LOOK_S", 0.0)
     began = time.monotonic()
     alone = pool_of(("starting", None))
+    monkeypatch.setattr(alone._supervisor, "membership", returns(Membership()))
+    serves = asyncio.create_task(alone.introduced())
+    await asyncio.sleep(3 * verifier_pool.RETRY_PAUSE_S)
+    assert not serves.done(), "the supervisor has not answered"
+    await alone.refresh()
+    await asyncio.wait_for(serves, PATIENCE_S)
+    monkeypatch.setattr(verifier_pool, "FIRST_ANSWER_S", 0.0)
+    alone = pool_of(("starting", None))
     await asyncio.wait_for(alone.introduced(), PATIENCE_S)
     assert alone._serves_since >= began, "who comes first waits from now on"
     await asyncio.wait_for(pool_of().introduced(), PATIENCE_S)

@@ -39,6 +39,9 @@ WATCH_S = 0.5
 LOOK_S, FIRST_LOOK_S = 1.0, 10.0
 """How long a request waits for a look at the verifiers before it is refused. Those that come first to a new
 replica wait longer while it has heard of none yet: they may have been there for hours."""
+FIRST_ANSWER_S = 60.0
+"""How long a new replica waits for the supervisor's first answer before it serves; on a busy machine the
+supervisor's process takes its time."""
 MANIFEST_TIMEOUT_S = 3.0
 RETRY_PAUSE_S = 0.1
 
@@ -71,6 +74,8 @@ class VerifierPool:
         self._look: asyncio.Task[None] | None = None
         self._serves_since, self._heard = time.monotonic(), False
         """Since when requests may come, and whether any verifier's status was ever known here."""
+        self._answered = False
+        """Whether the supervisor has answered."""
         log_values = settings.telemetry.log_prompts
         self._auditor = Auditor(self, settings.verifier.audit_share, metrics, log_values)
         self._following = Following(self, settings.session, observe, self._auditor.kept)
@@ -123,11 +128,11 @@ class VerifierPool:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def introduced(self) -> None:
-        """Waits until the state of a verifier is known, whatever it is; at most FIRST_LOOK_S, as there may be
-        none. A replica that has heard of none would refuse what the one that it replaces was answering."""
+        """Waits until the state of a verifier is known, whatever it is; a while at most, as there may be none.
+        A replica that has heard of none would refuse what the one that it replaces was answering."""
         began = time.monotonic()
         while self._settings.server.verifiers > 0 and not self._heard:
-            if time.monotonic() - began >= FIRST_LOOK_S:
+            if time.monotonic() - began >= (FIRST_LOOK_S if self._answered else FIRST_ANSWER_S):
                 break
             await asyncio.sleep(RETRY_PAUSE_S)
         self._serves_since = time.monotonic()
@@ -334,7 +339,7 @@ class VerifierPool:
         membership = await self._supervisor.membership()
         if membership is None:
             return
-        self.fingerprint = membership.fingerprint
+        self.fingerprint, self._answered = membership.fingerprint, True
         known = {m.name: m for m in self.members}
         self.members = [
             await self._updated(known.get(info.name), info, asked - info.age_s) for info in membership.members
