@@ -128,8 +128,8 @@ class VerifierPool:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def introduced(self) -> None:
-        """Waits until the state of a verifier is known, whatever it is; a while at most, as there may be none.
-        A replica that has heard of none would refuse what the one that it replaces was answering."""
+        """Waits until the state of a verifier is known, whatever it is; for a while, as there may be none. A
+        replica that has heard of none would refuse what the one that it replaces was answering."""
         began = time.monotonic()
         while self._settings.server.verifiers > 0 and not self._heard:
             if time.monotonic() - began >= (FIRST_LOOK_S if self._answered else FIRST_ANSWER_S):
