@@ -74,9 +74,9 @@ class ServerSettings(Section):
     """Seconds that a replica which is being replaced has to finish its streams. Raise it if your answers take
     longer."""
     ready_when: Literal["serving", "certified"] = "serving"
-    """When a new replica gets traffic. serving: once its engine runs (at once where it has none). certified:
-    once a verifier is ready too, or has failed; then a new cluster gets no traffic while it still
-    certifies."""
+    """When a new replica gets traffic. serving: once its engine runs, if it has one, and it knows of a
+    verifier, whatever that one's state is; it waits about a minute for such news at most. certified: once a
+    verifier is ready too, or has failed; then a new cluster gets no traffic while it still certifies."""
     ingress_replicas: PositiveInt = 1
     """Number of ingress processes, which speak HTTP. Raise it if they use all of their CPU."""
     ingress_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
